@@ -1,0 +1,1 @@
+"""Compile: one decoder definition, lowered by each backend into an engine folder."""

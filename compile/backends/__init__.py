@@ -1,0 +1,1 @@
+"""Backends: each implements the decoder's operations for one target."""

@@ -1,0 +1,1 @@
+"""Eval: measure how far a quantized model drifts from its baseline, and gate on it."""

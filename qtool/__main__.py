@@ -1,0 +1,5 @@
+"""``python -m qtool``."""
+
+from qtool.cli import main
+
+main()

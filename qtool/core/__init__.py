@@ -1,0 +1,1 @@
+"""What every room shares: checkpoints, number formats, quantized tensors, recipes, manifests."""

@@ -1,0 +1,130 @@
+"""A Hugging Face checkpoint folder, read lazily: a tensor is loaded when it is asked for."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from qtool.core.formats import QuantizationFormat, open_format
+from qtool.core.qtensor import Linear
+from qtool.errors import QtoolError, UsageError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; QtoolError names the file when it is missing or no JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise QtoolError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise QtoolError(f"{path}: is not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise QtoolError(f"{path}: holds a JSON {type(content).__name__}, wanted an object")
+    return content
+
+
+class Checkpoint:
+    """A folder with config.json and safetensors weights, single or sharded.
+
+    Every shard's header is read and checked on opening (a truncated file is an error here, not later);
+    the weights themselves stay on disk until `tensor` or `linear` asks for one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not (path / "config.json").is_file():
+            what = "has no config.json" if path.is_dir() else "is not a folder"
+            raise UsageError(f"{path}: {what}; wanted a Hugging Face checkpoint folder")
+        self.config = read_json(path / "config.json")
+        self._shards: dict[str, Any] = {}
+        self._shard_of: dict[str, str] = {}
+        for shard in self._shard_names():
+            handle = self._open_shard(shard)
+            self._shards[shard] = handle
+            self._shard_of.update(dict.fromkeys(handle.keys(), shard))
+        self._check_index()
+        self.format: QuantizationFormat | None = open_format(self)
+
+    def _shard_names(self) -> list[str]:
+        if (self.path / INDEX).is_file():
+            return sorted(set(read_json(self.path / INDEX).get("weight_map", {}).values()))
+        if (self.path / SINGLE).is_file():
+            return [SINGLE]
+        raise UsageError(f"{self.path}: holds neither {SINGLE} nor {INDEX}; wanted safetensors weights")
+
+    def _open_shard(self, shard: str) -> Any:
+        file = self.path / shard
+        if not file.is_file():
+            raise QtoolError(f"{file}: is missing, though {INDEX} lists it; fetch the checkpoint again")
+        try:
+            return safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise QtoolError(
+                f"{file}: is truncated or no safetensors file ({error}); fetch the checkpoint again"
+            ) from error
+
+    def _check_index(self) -> None:
+        if not (self.path / INDEX).is_file():
+            return
+        for name, shard in read_json(self.path / INDEX).get("weight_map", {}).items():
+            if self._shard_of.get(name) != shard:
+                raise QtoolError(f"{self.path / shard}: lacks tensor {name}, which {INDEX} places there")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shard_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shard_of)
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that make the model what it is: config, weights, tokenizer and templates."""
+        names = ["config.json", *self._shards, *COMPANIONS]
+        names += [INDEX] if (self.path / INDEX).is_file() else []
+        return [self.path / name for name in sorted(names) if (self.path / name).is_file()]
+
+    @property
+    def architecture(self) -> str:
+        """The model class that config.json names, such as ``LlamaForCausalLM``."""
+        names = self.config.get("architectures") or []
+        if len(names) != 1:
+            raise QtoolError(f"{self.path / 'config.json'}: architectures is {names}, wanted exactly one name")
+        return str(names[0])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a stored tensor, without reading it."""
+        return tuple(self._handle(name).get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one stored tensor, in its stored dtype."""
+        tensor: Tensor = self._handle(name).get_tensor(name)
+        return tensor
+
+    def linear(self, module: str) -> Linear:
+        """Read the linear layer `module`, such as ``model.layers.0.mlp.up_proj``, dense or quantized."""
+        bias = self.tensor(f"{module}.bias") if f"{module}.bias" in self else None
+        if self.format is not None and self.format.quantizes(module):
+            return Linear(self.format.read(module), bias)
+        return Linear(self.tensor(f"{module}.weight"), bias)
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._shard_of:
+            raise QtoolError(f"{self.path}: holds no tensor {name}; is it a checkpoint of {self.architecture}?")
+        return self._shards[self._shard_of[name]]

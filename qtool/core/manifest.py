@@ -1,0 +1,57 @@
+"""``qtool_manifest.json``: how a quantized checkpoint came to be."""
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from qtool.core.recipe import Recipe
+
+MANIFEST = "qtool_manifest.json"
+_RECORDED = ("qtool", "torch", "transformers", "safetensors", "compressed-tensors", "openvino", "tensorrt")
+
+
+class LinearRecord(BaseModel):
+    """What was done to one linear, and what it cost."""
+
+    model_config = ConfigDict(frozen=True)
+
+    method: str
+    num_bits: int
+    group_size: int | None
+    symmetric: bool
+    sqnr_db: float
+    """Signal to quantization noise of the layer's output on the calibration inputs, in decibel."""
+
+
+class Manifest(BaseModel):
+    """The record beside a quantized checkpoint."""
+
+    model_config = ConfigDict(frozen=True)
+
+    schema_version: int = 1
+    recipe: Recipe
+    inputs: dict[str, str]
+    """sha256 of every input file, by name."""
+    outputs: dict[str, str]
+    """sha256 of every output file, by name."""
+    versions: dict[str, str]
+    seed: int
+    linears: dict[str, LinearRecord]
+    seconds: float
+    peak_memory_bytes: int
+
+    def save(self, folder: Path) -> None:
+        """Write the manifest into `folder`."""
+        (folder / MANIFEST).write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of the packages that decide a result."""
+    found = {}
+    for package in _RECORDED:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,196 @@
+"""Recipes: what to quantize, how, on which text, judged by which gates, compiled for which targets."""
+
+import fnmatch
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from qtool.core.schemes import IntScheme
+from qtool.errors import UsageError, nearest
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Calibration(_Frozen):
+    """The text that a model sees while its statistics are collected."""
+
+    dataset: str = Field(
+        "builtin:pydoc",
+        description="builtin:NAME, a .txt or .jsonl file, or hub:OWNER/NAME[:SPLIT[:COLUMN]]",
+    )
+    num_samples: int = Field(128, ge=1, description="windows to run")
+    seq_len: int = Field(512, ge=2, description="tokens in a window")
+    seed: int = Field(0, ge=0, description="chooses the windows")
+    chat_template: bool = Field(False, description="render each record with the model's chat template")
+
+
+class WeightFormat(_Frozen):
+    """The number format of a weight, with what to fall back on where a group does not divide."""
+
+    num_bits: Literal[4, 8] = 4
+    group_size: int | None = Field(128, ge=8, description="inputs that share a scale; null: the channel")
+    group_size_fallback: tuple[Annotated[int, Field(ge=8)], ...] = Field(
+        (), description="tried in order where group_size does not divide in_features"
+    )
+    symmetric: bool = True
+
+    def scheme(self, in_features: int) -> IntScheme | None:
+        """The first of the group sizes that divides `in_features`; None when none does."""
+        sizes = (self.group_size, *self.group_size_fallback)
+        for size in sizes:
+            if size is None or in_features % size == 0:
+                return IntScheme(self.num_bits, size, self.symmetric)
+        return None
+
+
+class Rtn(_Frozen):
+    """Round to nearest, with the range that loses least in mean square."""
+
+    name: Literal["rtn"] = "rtn"
+    search_range: bool = Field(False, description="shrink each group's range to the least square error")
+
+
+class Awq(_Frozen):
+    """Activation-aware weight quantization: scale search, then clip search."""
+
+    name: Literal["awq"] = "awq"
+    grid: int = Field(20, ge=2, description="steps of the scale search")
+    clip: bool = Field(True, description="search a clip ratio for each group afterwards")
+
+
+class Gptq(_Frozen):
+    """GPTQ: round column by column, moving each column's error onto those still to come."""
+
+    name: Literal["gptq"] = "gptq"
+    block_size: int = Field(128, ge=1, description="columns between two lazy updates")
+    damping: float = Field(0.01, gt=0, lt=1, description="of the Hessian's mean diagonal")
+    activation_order: bool = Field(True, description="columns of the largest second moment first")
+
+
+Method = Annotated[Rtn | Awq | Gptq, Field(discriminator="name")]
+
+
+class Rule(_Frozen):
+    """Which linears are quantized, to which format, by which method."""
+
+    targets: tuple[str, ...] = Field(
+        min_length=1, description="module patterns: a glob such as *.mlp.*, or re:REGEX"
+    )
+    weights: WeightFormat = WeightFormat()
+    method: Method = Rtn()
+
+
+class Quantization(_Frozen):
+    """Rules in order, the first that matches a linear wins; `keep` wins over all of them."""
+
+    rules: tuple[Rule, ...] = Field(min_length=1)
+    keep: tuple[str, ...] = Field(
+        ("*.self_attn.*", "lm_head", "*.embed_tokens"), description="patterns that stay in full precision"
+    )
+
+
+class Gates(_Frozen):
+    """Limits on the drift from the unquantized model; null means no limit."""
+
+    max_kl: float | None = Field(None, gt=0, description="mean KL(base || quantized), nats a token")
+    max_kl_p99: float | None = Field(None, gt=0, description="99th percentile of the same")
+    max_ppl_increase: float | None = Field(None, gt=0, description="relative: 0.05 allows 5 %")
+    min_top1: float | None = Field(None, gt=0, le=1, description="share of positions with the same argmax")
+
+
+class CompileTarget(_Frozen):
+    """An engine to build."""
+
+    target: str = Field(description="openvino or reference")
+    kv_cache: Literal["f32", "bf16", "u8"] = "f32"
+
+
+class Recipe(_Frozen):
+    """A recipe file, checked."""
+
+    version: Literal[1] = 1
+    description: str = ""
+    model: str | None = Field(None, description="a checkpoint; the command line wins")
+    calibration: Calibration = Calibration()
+    quantization: Quantization
+    gates: Gates = Gates()
+    compile: tuple[CompileTarget, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _method_by_name(cls, data: Any) -> Any:
+        return _expand_methods(data)
+
+
+def _expand_methods(data: Any) -> Any:
+    """Let ``method: awq`` stand for ``method: {name: awq}``."""
+    if not isinstance(data, dict) or not isinstance(data.get("quantization"), dict):
+        return data
+    rules = data["quantization"].get("rules")
+    if not isinstance(rules, list):
+        return data
+    expanded = [
+        {**rule, "method": {"name": rule["method"]}}
+        if isinstance(rule, dict) and isinstance(rule.get("method"), str)
+        else rule
+        for rule in rules
+    ]
+    return {**data, "quantization": {**data["quantization"], "rules": expanded}}
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a module's full name fits a glob (``*`` crosses dots) or a ``re:`` pattern."""
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], module) is not None
+    return fnmatch.fnmatchcase(module, pattern)
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read and check a recipe file; UsageError lists everything that is wrong with it."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror}); see 'qtool recipe list'") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: is not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"{path}: holds {type(data).__name__}, wanted a mapping with 'quantization'")
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise UsageError("\n".join(_explain(path, problem, data) for problem in error.errors())) from error
+
+
+def _explain(path: Path, problem: Any, data: dict[str, Any]) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        known = _known_keys(problem["loc"][:-1])
+        return f"{path}: {where}: unknown key; {nearest(str(problem['loc'][-1]), known)}"
+    got = f" (got {problem['input']!r})" if problem["type"] != "missing" else ""
+    return f"{path}: {where}: {problem['msg']}{got}"
+
+
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    """The keys allowed at `location` of a recipe, read from its JSON Schema."""
+    schema = Recipe.model_json_schema()
+    node: dict[str, Any] = schema
+    for part in location:
+        node = _resolve(schema, node)
+        if "discriminator" in node:
+            node = {"$ref": node["discriminator"]["mapping"][str(part)]}
+        elif isinstance(part, int):
+            node = node["items"]
+        else:
+            node = node["properties"][part]
+    return list(_resolve(schema, node)["properties"])
+
+
+def _resolve(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
+    while "$ref" in node:
+        node = schema["$defs"][node["$ref"].rsplit("/", 1)[-1]]
+    return node

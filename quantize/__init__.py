@@ -1,0 +1,1 @@
+"""Quantize: choose the numbers, layer by layer, and write the quantized checkpoint."""

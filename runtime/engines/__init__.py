@@ -1,0 +1,1 @@
+"""Engine drivers: each runs steps on one kind of engine, over a KV pool that it allocates."""
