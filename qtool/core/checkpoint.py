@@ -105,7 +105,9 @@ class Checkpoint:
         """The model class that config.json names, such as ``LlamaForCausalLM``."""
         names = self.config.get("architectures") or []
         if len(names) != 1:
-            raise QtoolError(f"{self.path / 'config.json'}: architectures is {names}, wanted exactly one name")
+            raise QtoolError(
+                f"{self.path / 'config.json'}: architectures is {names}, wanted exactly one name"
+            )
         return str(names[0])
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -126,5 +128,7 @@ class Checkpoint:
 
     def _handle(self, name: str) -> Any:
         if name not in self._shard_of:
-            raise QtoolError(f"{self.path}: holds no tensor {name}; is it a checkpoint of {self.architecture}?")
+            raise QtoolError(
+                f"{self.path}: holds no tensor {name}; is it a checkpoint of {self.architecture}?"
+            )
         return self._shards[self._shard_of[name]]
