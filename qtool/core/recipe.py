@@ -3,7 +3,7 @@
 import fnmatch
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -14,6 +14,9 @@ from qtool.errors import UsageError, nearest
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+_Section = TypeVar("_Section", bound=_Frozen)
 
 
 class Calibration(_Frozen):
@@ -103,6 +106,15 @@ class Gates(_Frozen):
     min_top1: float | None = Field(None, gt=0, le=1, description="share of positions with the same argmax")
 
 
+class Evaluation(_Frozen):
+    """The text that a quantized model is judged on, and the limits it has to keep."""
+
+    dataset: str = Field("builtin:pydoc-test", description="as in calibration; a text it has not seen")
+    num_windows: int = Field(8, ge=1, description="windows from the start of the text")
+    window_len: int = Field(1024, ge=2, description="tokens in a window")
+    gates: Gates = Gates()
+
+
 class CompileTarget(_Frozen):
     """An engine to build."""
 
@@ -118,7 +130,7 @@ class Recipe(_Frozen):
     model: str | None = Field(None, description="a checkpoint; the command line wins")
     calibration: Calibration = Calibration()
     quantization: Quantization
-    gates: Gates = Gates()
+    evaluation: Evaluation = Evaluation()
     compile: tuple[CompileTarget, ...] = ()
 
     @model_validator(mode="before")
@@ -141,6 +153,16 @@ def _expand_methods(data: Any) -> Any:
         for rule in rules
     ]
     return {**data, "quantization": {**data["quantization"], "rules": expanded}}
+
+
+def override(settings: _Section, **values: Any) -> _Section:
+    """A part of a recipe with every value that is not None put in its place, and checked again."""
+    changed = {name: value for name, value in values.items() if value is not None}
+    try:
+        return type(settings).model_validate({**settings.model_dump(), **changed})
+    except ValidationError as error:
+        problems = (f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
+        raise UsageError("; ".join(problems)) from error
 
 
 def matches(pattern: str, module: str) -> bool:
