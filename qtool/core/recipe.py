@@ -3,13 +3,22 @@
 import fnmatch
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
+from qtool.core.recipe_problems import duplicate_keys, explain
 from qtool.core.schemes import IntScheme
-from qtool.errors import UsageError, nearest
+from qtool.errors import UsageError
 
 
 class _Frozen(BaseModel):
@@ -42,6 +51,12 @@ class WeightFormat(_Frozen):
     )
     symmetric: bool = True
 
+    @model_validator(mode="after")
+    def _fallback_has_a_use(self) -> Self:
+        if self.group_size is None and self.group_size_fallback:
+            raise ValueError("group_size null fits every linear, so group_size_fallback has no use; drop one")
+        return self
+
     def scheme(self, in_features: int) -> IntScheme | None:
         """The first of the group sizes that divides `in_features`; None when none does."""
         sizes = (self.group_size, *self.group_size_fallback)
@@ -51,14 +66,19 @@ class WeightFormat(_Frozen):
         return None
 
 
-class Rtn(_Frozen):
+class _Method(_Frozen):
+    # the name tells the methods apart, so a mapping has to have it though code may leave it out
+    model_config = ConfigDict(json_schema_extra={"required": ["name"]})
+
+
+class Rtn(_Method):
     """Round to nearest, with the range that loses least in mean square."""
 
     name: Literal["rtn"] = "rtn"
     search_range: bool = Field(False, description="shrink each group's range to the least square error")
 
 
-class Awq(_Frozen):
+class Awq(_Method):
     """Activation-aware weight quantization: scale search, then clip search."""
 
     name: Literal["awq"] = "awq"
@@ -66,7 +86,7 @@ class Awq(_Frozen):
     clip: bool = Field(True, description="search a clip ratio for each group afterwards")
 
 
-class Gptq(_Frozen):
+class Gptq(_Method):
     """GPTQ: round column by column, moving each column's error onto those still to come."""
 
     name: Literal["gptq"] = "gptq"
@@ -75,13 +95,34 @@ class Gptq(_Frozen):
     activation_order: bool = Field(True, description="columns of the largest second moment first")
 
 
-Method = Annotated[Rtn | Awq | Gptq, Field(discriminator="name")]
+def _by_name(method: Any) -> Any:
+    return {"name": method} if isinstance(method, str) else method
+
+
+Method = Annotated[
+    Annotated[Rtn | Awq | Gptq, Field(discriminator="name")],
+    BeforeValidator(_by_name, json_schema_input_type=Literal["rtn", "awq", "gptq"] | Rtn | Awq | Gptq),
+]
+"""A method with its options, or its name alone for the default ones."""
+
+
+def _compiles(pattern: str) -> str:
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern[3:])
+        except re.error as error:
+            raise ValueError(f"is not a regular expression: {error}") from error
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_compiles)]
+"""Matches a linear's full name: see `matches`."""
 
 
 class Rule(_Frozen):
     """Which linears are quantized, to which format, by which method."""
 
-    targets: tuple[str, ...] = Field(
+    targets: tuple[Pattern, ...] = Field(
         min_length=1, description="module patterns: a glob such as *.mlp.*, or re:REGEX"
     )
     weights: WeightFormat = WeightFormat()
@@ -92,7 +133,7 @@ class Quantization(_Frozen):
     """Rules in order, the first that matches a linear wins; `keep` wins over all of them."""
 
     rules: tuple[Rule, ...] = Field(min_length=1)
-    keep: tuple[str, ...] = Field(
+    keep: tuple[Pattern, ...] = Field(
         ("*.self_attn.*", "lm_head", "*.embed_tokens"), description="patterns that stay in full precision"
     )
 
@@ -133,27 +174,6 @@ class Recipe(_Frozen):
     evaluation: Evaluation = Evaluation()
     compile: tuple[CompileTarget, ...] = ()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _method_by_name(cls, data: Any) -> Any:
-        return _expand_methods(data)
-
-
-def _expand_methods(data: Any) -> Any:
-    """Let ``method: awq`` stand for ``method: {name: awq}``."""
-    if not isinstance(data, dict) or not isinstance(data.get("quantization"), dict):
-        return data
-    rules = data["quantization"].get("rules")
-    if not isinstance(rules, list):
-        return data
-    expanded = [
-        {**rule, "method": {"name": rule["method"]}}
-        if isinstance(rule, dict) and isinstance(rule.get("method"), str)
-        else rule
-        for rule in rules
-    ]
-    return {**data, "quantization": {**data["quantization"], "rules": expanded}}
-
 
 def override(settings: _Section, **values: Any) -> _Section:
     """A part of a recipe with every value that is not None put in its place, and checked again."""
@@ -173,46 +193,19 @@ def matches(pattern: str, module: str) -> bool:
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read and check a recipe file; UsageError lists everything that is wrong with it."""
+    """Read and check a recipe file; UsageError lists everything that is wrong with it, a line each."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        tree, data = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}); see 'qtool recipe list'") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: is not valid YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise UsageError(f"{path}: holds {type(data).__name__}, wanted a mapping with 'quantization'")
+    problems = duplicate_keys(str(path), tree)
     try:
-        return Recipe.model_validate(data)
+        recipe = Recipe.model_validate(data)
     except ValidationError as error:
-        raise UsageError("\n".join(_explain(path, problem, data) for problem in error.errors())) from error
-
-
-def _explain(path: Path, problem: Any, data: dict[str, Any]) -> str:
-    where = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        known = _known_keys(problem["loc"][:-1])
-        return f"{path}: {where}: unknown key; {nearest(str(problem['loc'][-1]), known)}"
-    got = f" (got {problem['input']!r})" if problem["type"] != "missing" else ""
-    return f"{path}: {where}: {problem['msg']}{got}"
-
-
-def _known_keys(location: tuple[int | str, ...]) -> list[str]:
-    """The keys allowed at `location` of a recipe, read from its JSON Schema."""
-    schema = Recipe.model_json_schema()
-    node: dict[str, Any] = schema
-    for part in location:
-        node = _resolve(schema, node)
-        if "discriminator" in node:
-            node = {"$ref": node["discriminator"]["mapping"][str(part)]}
-        elif isinstance(part, int):
-            node = node["items"]
-        else:
-            node = node["properties"][part]
-    return list(_resolve(schema, node)["properties"])
-
-
-def _resolve(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
-    while "$ref" in node:
-        node = schema["$defs"][node["$ref"].rsplit("/", 1)[-1]]
-    return node
+        problems += explain(str(path), tree, Recipe.model_json_schema(), error)
+    if problems:
+        raise UsageError("\n".join(problems))
+    return recipe
