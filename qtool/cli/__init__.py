@@ -1,1 +1,61 @@
-"""."""
+"""The command line: one file a sub-command, what is heavy imported inside the command.
+
+Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 failed (a gate that is not met
+included), 2 asked for something that cannot be, 130 interrupted.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from qtool.cli import recipe
+from qtool.cli.compile import compile_
+from qtool.cli.eval import eval_
+from qtool.cli.failures import enable_debug, report
+from qtool.cli.fetch import fetch
+from qtool.cli.quantize import quantize
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
+app.command()(fetch)
+app.command()(quantize)
+app.command("eval")(eval_)
+app.command("compile")(compile_)
+app.add_typer(recipe.app, name="recipe")
+
+
+def _print_versions(asked: bool) -> None:
+    if not asked:
+        return
+    from qtool.core.manifest import versions
+
+    for package, version in versions().items():
+        typer.echo(f"{package} {version}")
+    raise typer.Exit
+
+
+def _debug(asked: bool) -> None:
+    if asked:
+        enable_debug()
+
+
+@app.callback()
+def _global_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", callback=_debug, help="Show the traceback of an error.")
+    ] = False,
+) -> None:
+    """From a Hugging Face LLM checkpoint to a served endpoint: quantize, judge, compile, serve."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line, `arguments` instead of the process's own when given, and exit."""
+    command = typer.main.get_command(app)
+    try:
+        command(arguments, prog_name="qtool")
+    except Exception as error:
+        raise SystemExit(report(error)) from error
+    raise SystemExit(0)

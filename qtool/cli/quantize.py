@@ -1,0 +1,78 @@
+"""``qtool quantize``: write a quantized checkpoint as a recipe says."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from qtool.core.manifest import Manifest
+
+
+def quantize(
+    checkpoint: Annotated[
+        str | None, typer.Argument(help="Folder, .gguf file, built-in model or hub id; else the recipe's.")
+    ] = None,
+    *,
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="A file, or a shipped recipe's name.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Checkpoint folder to write; must not exist.")
+    ],
+    dataset: Annotated[str | None, typer.Option(help="Calibration text, instead of the recipe's.")] = None,
+    num_samples: Annotated[int | None, typer.Option(help="Calibration windows to run.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens in a calibration window.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
+) -> None:
+    """Calibrate, quantize layer by layer, and write a checkpoint with its manifest.
+
+    A run that was interrupted goes on from its last finished layer when it is started again.
+    """
+    from rich.console import Console
+
+    from qtool.core.files import refuse_existing
+    from qtool.core.recipe import override
+    from qtool.core.sources import resolve
+    from qtool.errors import UsageError
+    from qtool.quantize.pipeline import quantize_checkpoint
+    from qtool.recipes import find_recipe
+
+    chosen = find_recipe(recipe)
+    calibration = override(chosen.calibration, dataset=dataset, num_samples=num_samples, seq_len=seq_len)
+    chosen = override(chosen, calibration=calibration)
+    source = checkpoint or chosen.model
+    if source is None:
+        raise UsageError(f"{recipe}: names no model; give a checkpoint on the command line")
+    refuse_existing(output)  # before hours of work are done in vain
+    try:
+        manifest = quantize_checkpoint(resolve(source), chosen, output)
+    except KeyboardInterrupt:
+        typer.echo("interrupted; run the same command again to go on from the last finished layer", err=True)
+        raise
+    if as_json:
+        typer.echo(manifest.model_dump_json(indent=2))
+    else:
+        Console().print(_summary(manifest))
+        typer.echo(output)
+
+
+def _summary(manifest: "Manifest") -> "Table":
+    """One row for the linears that share method and number format, with their output SQNR."""
+    from rich.table import Table
+
+    table = Table(
+        title=f"{manifest.seconds:.0f} s, {manifest.peak_memory_bytes / 2**30:.1f} GiB of memory at its peak"
+    )
+    for heading in ("linears", "method", "bits", "group", "mean SQNR", "worst SQNR", "of"):
+        table.add_column(heading, overflow="fold")
+    rows: dict[tuple[str, str, str], list[tuple[float, str]]] = defaultdict(list)
+    for name, linear in manifest.linears.items():
+        group = "channel" if linear.group_size is None else str(linear.group_size)
+        rows[linear.method, str(linear.num_bits), group].append((linear.sqnr_db, name))
+    for key, linears in rows.items():
+        mean = sum(sqnr for sqnr, _ in linears) / len(linears)
+        worst, name = min(linears)
+        table.add_row(str(len(linears)), *key, f"{mean:.1f} dB", f"{worst:.1f} dB", name)
+    return table
