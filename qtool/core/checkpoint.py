@@ -64,10 +64,24 @@ class Checkpoint:
 
     def _shard_names(self) -> list[str]:
         if (self.path / INDEX).is_file():
-            return sorted(set(read_json(self.path / INDEX).get("weight_map", {}).values()))
+            return sorted(set(self._weight_map().values()))
         if (self.path / SINGLE).is_file():
             return [SINGLE]
-        raise UsageError(f"{self.path}: holds neither {SINGLE} nor {INDEX}; wanted safetensors weights")
+        gguf = next(self.path.glob("*.gguf"), None)
+        advice = f"; name the file {gguf} instead" if gguf else ""
+        raise UsageError(
+            f"{self.path}: holds neither {SINGLE} nor {INDEX}, wanted safetensors weights{advice}"
+        )
+
+    def _weight_map(self) -> dict[str, str]:
+        """The shard of each tensor, as the index says."""
+        weight_map = read_json(self.path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise QtoolError(f"{self.path / INDEX}: lacks a weight_map; fetch the checkpoint again")
+        for name, shard in weight_map.items():
+            if not isinstance(shard, str) or Path(shard).name != shard:
+                raise QtoolError(f"{self.path / INDEX}: places {name} in {shard!r}, wanted a file name")
+        return weight_map
 
     def _open_shard(self, shard: str) -> Any:
         file = self.path / shard
@@ -83,7 +97,7 @@ class Checkpoint:
     def _check_index(self) -> None:
         if not (self.path / INDEX).is_file():
             return
-        for name, shard in read_json(self.path / INDEX).get("weight_map", {}).items():
+        for name, shard in self._weight_map().items():
             if self._shard_of.get(name) != shard:
                 raise QtoolError(f"{self.path / shard}: lacks tensor {name}, which {INDEX} places there")
 

@@ -1,5 +1,6 @@
 """Files that are either whole or absent: write under a temporary name, rename at the end."""
 
+import errno
 import hashlib
 import os
 import shutil
@@ -32,29 +33,46 @@ def write_text(path: Path, text: str) -> None:
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise UsageError when an output path exists or its parent can't be written to."""
-    if path.exists():
+    """Raise UsageError when an output path exists, QtoolError when nothing can be created there."""
+    if path.exists() or path.is_symlink():
         raise UsageError(f"{path}: already exists; name another output, or remove it first")
-    parent = path.absolute().parent
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise QtoolError(f"{parent}: cannot be created ({error.strerror}); name another output") from error
-    if not os.access(parent, os.W_OK):
-        raise QtoolError(f"{parent}: is not writable; name another output or change its permissions")
+    ancestor = next(parent for parent in path.absolute().parents if parent.exists())
+    if not ancestor.is_dir():
+        raise QtoolError(f"{path}: cannot be created, since {ancestor} is no folder; name another output")
+    if not os.access(ancestor, os.W_OK | os.X_OK):
+        raise QtoolError(
+            f"{path}: cannot be created, since {ancestor} is not writable; "
+            "name another output or change its permissions"
+        )
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, renamed to `path` when the block ends well and removed when it does not.
 
-    Raises UsageError when `path` exists, QtoolError when its parent is not writable.
+    Raises UsageError when `path` exists, QtoolError when it cannot be created or the disk is full.
     """
     refuse_existing(path)
     temporary = path.absolute().with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.mkdir()
+        temporary.mkdir(parents=True)
         yield temporary
         temporary.rename(path)
+    except Exception as error:
+        if reason := _no_room(error):
+            raise QtoolError(
+                f"{path}: could not be written ({reason}) and nothing of it was kept; "
+                "free some space or name an output on another disk"
+            ) from error
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _no_room(error: Exception) -> str | None:
+    """Why there is no room for more, if that is what `error` says; safetensors says it in words only."""
+    number = error.errno if isinstance(error, OSError) else None
+    for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if number == code or f"(os error {code})" in str(error):
+            return os.strerror(code)
+    return None
