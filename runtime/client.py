@@ -1,0 +1,109 @@
+"""The engine loop as asyncio sees it: prompts in, pieces of text out."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from qtool.errors import QtoolError
+from qtool.runtime.detokenize import TextStream
+from qtool.runtime.engines.contract import Engine
+from qtool.runtime.loop import EngineLoop, Output
+from qtool.runtime.request import FinishReason, SamplingParams
+from qtool.runtime.scheduler import SchedulerConfig
+from qtool.runtime.tokenizer import Tokenizer
+
+
+class GenerationError(QtoolError):
+    """A request failed after it was admitted: the engine did, or was stopped."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one more token of one prompt's answer gave."""
+
+    index: int
+    """Which of the prompts."""
+    text: str
+    """May be empty: half a character, or what could become a stop string."""
+    finish_reason: FinishReason | None
+
+
+class Client:
+    """Runs an engine loop, and turns its outputs into text on the caller's side, where no step waits.
+
+    Belongs to the asyncio event loop in which `generate` is called.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, config: SchedulerConfig) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = engine.vocab_size
+        self.loop = EngineLoop(engine, config, self._deliver)
+        self.max_tokens_per_sequence = self.loop.scheduler.max_tokens_per_sequence
+        self._events: asyncio.AbstractEventLoop | None = None
+        self._queues: dict[int, asyncio.Queue[Output]] = {}
+
+    def start(self) -> None:
+        """Start the engine loop; called inside the event loop that will read its outputs."""
+        self._events = asyncio.get_running_loop()
+        self.loop.start()
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> AsyncGenerator[Piece, None]:
+        """Answer every prompt, in one batch where they fit; a piece for each token, as it is made.
+
+        Close the iterator (`contextlib.aclosing`) to cancel what is unfinished. Raises ParameterError when
+        a prompt can never fit, NotAdmittingError or GenerationError when the server can't answer.
+        """
+        for prompt in prompts:
+            self.loop.scheduler.refuse_misfit(len(prompt), params.max_tokens)
+        queue: asyncio.Queue[Output] = asyncio.Queue()
+        unfinished: dict[int, int] = {}
+        streams = [TextStream(self.tokenizer, prompt, params.stop) for prompt in prompts]
+        try:
+            for index, prompt in enumerate(prompts):
+                request_id = self.loop.submit(prompt, params)
+                self._queues[request_id] = queue
+                unfinished[request_id] = index
+            while unfinished:
+                output = await queue.get()
+                if output.request_id not in unfinished:  # a stop string ended it on this side
+                    continue
+                index = unfinished[output.request_id]
+                piece = _next_piece(index, streams[index], output)
+                if piece.finish_reason is not None:
+                    self._leave(unfinished, output)
+                yield piece
+        finally:
+            for request_id in unfinished:
+                del self._queues[request_id]
+                self.loop.cancel(request_id)
+
+    def _leave(self, unfinished: dict[int, int], output: Output) -> None:
+        del unfinished[output.request_id]
+        del self._queues[output.request_id]
+        if output.finish_reason is None:
+            self.loop.cancel(output.request_id)
+
+    def _deliver(self, outputs: Sequence[Output]) -> None:
+        """Called in the engine loop's thread, once a step: waking the event loop costs a system call."""
+        assert self._events is not None
+        if not self._events.is_closed():
+            self._events.call_soon_threadsafe(self._dispatch, outputs)
+
+    def _dispatch(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            queue = self._queues.get(output.request_id)
+            if queue is not None:
+                queue.put_nowait(output)
+
+
+def _next_piece(index: int, stream: TextStream, output: Output) -> Piece:
+    if output.token is None:
+        raise GenerationError(output.error or "the request failed")
+    if output.finish_reason == "stop":  # the end-of-sequence token is no text
+        return Piece(index, stream.finish(), "stop")
+    text = stream.push(output.token)
+    if not stream.stopped and output.finish_reason is not None:
+        text += stream.finish()
+    return Piece(index, text, "stop" if stream.stopped else output.finish_reason)

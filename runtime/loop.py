@@ -1,0 +1,215 @@
+"""The engine loop: one thread that schedules, runs and commits steps while there are sequences."""
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import numpy as np
+
+from qtool.errors import QtoolError
+from qtool.runtime.blocks import BlockManager
+from qtool.runtime.engines.contract import Engine, Floats, Step
+from qtool.runtime.request import FinishReason, SamplingParams, SequenceState
+from qtool.runtime.sampling import NO_TOKEN, sample
+from qtool.runtime.scheduler import Chunk, Scheduler, SchedulerConfig
+
+
+class NotAdmittingError(QtoolError):
+    """The loop takes no new requests: it is draining, has stopped or its engine failed."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a step did for one request."""
+
+    request_id: int
+    token: int | None
+    """The new token; None when the request failed. An end-of-sequence token comes with reason "stop"."""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    """Why the request failed. No output follows one with an error or a finish reason."""
+
+
+@dataclass(frozen=True)
+class LoopStats:
+    """Counts at one moment."""
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_preemptions: int
+
+
+class EngineLoop:
+    """Serves requests on one engine, in its own thread; `submit` and the rest may be called from any.
+
+    `deliver` is called in that thread with the outputs of each step; it must be quick and must not raise.
+    """
+
+    def __init__(
+        self, engine: Engine, config: SchedulerConfig, deliver: Callable[[Sequence[Output]], None]
+    ) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        blocks = BlockManager(engine.num_blocks, engine.block_size)
+        self.scheduler = Scheduler(config, blocks, engine.max_context)
+        """To be changed by the loop's thread alone."""
+        self._sequences: dict[int, SequenceState] = {}
+        self._ids = itertools.count()
+        self._inbox: SimpleQueue[SequenceState | int | None] = SimpleQueue()
+        """New sequences, ids to cancel, and None to wake up the thread."""
+        self._lock = threading.Lock()
+        self.refusal: str | None = None
+        """Why new requests are not admitted: None while they are. Changed under the lock, so that none slips
+        in behind the last."""
+        self._stopping = False
+        self._thread = threading.Thread(target=self._work, name="qtool-engine-loop", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        """Queue a request and return its id, by which its outputs are known and it can be cancelled.
+
+        Raises ParameterError when it could never be served, NotAdmittingError when none is taken any more.
+        """
+        self.scheduler.refuse_misfit(len(prompt), params.max_tokens)
+        with self._lock:
+            if self.refusal is not None:
+                raise NotAdmittingError(self.refusal)
+            sequence = SequenceState(next(self._ids), list(prompt), params)
+            self._inbox.put(sequence)
+        return sequence.id
+
+    def cancel(self, request_id: int) -> None:
+        """Drop a request before the next step; its outputs end without a last one. Ended ones are ignored."""
+        self._inbox.put(request_id)
+
+    def drain(self) -> None:
+        """Admit nothing more; the thread ends when what was admitted has finished."""
+        self._refuse("the server is shutting down; send the request to another")
+
+    def stop(self) -> None:
+        """Admit nothing more and end after the current step; what has not finished fails."""
+        self._stopping = True
+        self.drain()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the thread's end, for `timeout` seconds at most; whether it has ended."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def stats(self) -> LoopStats:
+        """Counts, read without stopping the loop: each is right, but a step may lie between two."""
+        scheduler = self.scheduler
+        return LoopStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_free_blocks=scheduler.blocks.num_free,
+            num_preemptions=scheduler.num_preemptions,
+        )
+
+    def step(self) -> list[Output]:
+        """Schedule, run, commit. Called by the thread; by hand only where no thread was started."""
+        chunks = self.scheduler.schedule()
+        logits = self._engine.run(build_step(chunks))
+        return self._commit(chunks, logits)
+
+    def _commit(self, chunks: Sequence[Chunk], logits: Floats) -> list[Output]:
+        """Count what was computed, append a token where a sequence's end was reached, drop what ended."""
+        sampled = [chunk.sequence for chunk in chunks if chunk.reaches_end]
+        for chunk in chunks:
+            chunk.sequence.num_computed += chunk.num_new
+        tokens = sample(
+            logits,
+            [sequence.params for sequence in sampled],
+            [sequence.generator for sequence in sampled],
+        )
+        outputs = []
+        for sequence, token in zip(sampled, tokens, strict=True):
+            if token == NO_TOKEN:
+                outputs.append(Output(sequence.id, None, error="the model gave logits that are not finite"))
+                self._forget(sequence)
+                continue
+            sequence.tokens.append(token)
+            reason = sequence.finish_reason()
+            outputs.append(Output(sequence.id, token, reason))
+            if reason is not None:
+                self._forget(sequence)
+        return outputs
+
+    def _work(self) -> None:
+        try:
+            while self._receive():
+                outputs = self.step()
+                if outputs:
+                    self._deliver(outputs)
+        except Exception as error:
+            failure = f"the engine failed: {type(error).__name__}: {error}"
+            self._refuse(failure)
+            self._fail_all(failure)
+        else:
+            self._fail_all("the server was stopped before the answer was complete")
+
+    def _receive(self) -> bool:
+        """Take in what callers sent, waiting while there is nothing to run; False when the loop is over."""
+        while True:
+            while not self._inbox.empty():
+                self._accept(self._inbox.get())
+            if self._stopping:
+                return False
+            if self._sequences:
+                return True
+            if self.refusal is not None and self._inbox.empty():
+                return False
+            self._accept(self._inbox.get())
+
+    def _accept(self, message: SequenceState | int | None) -> None:
+        if isinstance(message, SequenceState):
+            self._sequences[message.id] = message
+            self.scheduler.add(message)
+        elif message is not None and message in self._sequences:
+            self._forget(self._sequences[message])
+
+    def _forget(self, sequence: SequenceState) -> None:
+        self.scheduler.remove(sequence)
+        del self._sequences[sequence.id]
+
+    def _refuse(self, reason: str) -> None:
+        with self._lock:
+            self.refusal = reason
+        self._inbox.put(None)
+
+    def _fail_all(self, error: str) -> None:
+        """End every request that is left, those still in the inbox too; nothing can be submitted by now."""
+        while not self._inbox.empty():
+            self._accept(self._inbox.get())
+        left = list(self._sequences.values())
+        for sequence in left:
+            self._forget(sequence)
+        if left:
+            self._deliver([Output(sequence.id, None, error=error) for sequence in left])
+
+
+def build_step(chunks: Sequence[Chunk]) -> Step:
+    """The ragged batch that computes these chunks, with logits where a sequence's last token is reached."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    logit_rows: list[int] = []
+    for chunk in chunks:
+        start, end = chunk.sequence.num_computed, chunk.sequence.num_computed + chunk.num_new
+        token_ids += chunk.sequence.tokens[start:end]
+        positions += range(start, end)
+        if chunk.reaches_end:
+            logit_rows.append(len(token_ids) - 1)
+    return Step(
+        token_ids=np.array(token_ids, np.int32),
+        positions=np.array(positions, np.int32),
+        past_lens=np.array([chunk.sequence.num_computed for chunk in chunks], np.int32),
+        new_lens=np.array([chunk.num_new for chunk in chunks], np.int32),
+        block_tables=[chunk.sequence.block_table for chunk in chunks],
+        logit_rows=np.array(logit_rows, np.int32),
+    )

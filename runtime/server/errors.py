@@ -1,0 +1,71 @@
+"""Every refusal and failure as OpenAI's error object."""
+
+import http
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from qtool.errors import QtoolError, UsageError
+from qtool.runtime.loop import NotAdmittingError
+from qtool.runtime.request import ParameterError
+
+_RETRY_AFTER_S = "1"
+
+
+class ModelNotFoundError(UsageError):
+    """A request names a model that is not served here."""
+
+
+def error_object(message: str, status: int, param: str | None = None) -> dict[str, object]:
+    """The body of a response that carries an error."""
+    kind = "invalid_request_error" if status < http.HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    code = "model_not_found" if param == "model" and status == http.HTTPStatus.NOT_FOUND else None
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: QtoolError) -> JSONResponse:
+    """404 for an unknown model, 400 for what the client can mend, 503 when nothing is admitted, else 500."""
+    param = error.param if isinstance(error, ParameterError) else None
+    if isinstance(error, ModelNotFoundError):
+        return JSONResponse(error_object(str(error), 404, "model"), 404)
+    if isinstance(error, UsageError):
+        return JSONResponse(error_object(str(error), 400, param), 400)
+    if isinstance(error, NotAdmittingError):
+        return JSONResponse(error_object(str(error), 503), 503, {"Retry-After": _RETRY_AFTER_S})
+    return JSONResponse(error_object(str(error), 500), 500)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer the app's exceptions with error objects."""
+
+    @app.exception_handler(QtoolError)
+    async def qtool_error(_: Request, error: QtoolError) -> JSONResponse:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid_body(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        param = _param(first["loc"])
+        message = first["msg"] if param is None else f"{param}: {first['msg']}"
+        if first["type"] == "json_invalid":
+            message, param = f"the body is not valid JSON: {first['ctx']['error']}", None
+        return JSONResponse(error_object(message, 400, param), 400)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return JSONResponse(error_object(message, error.status_code), error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(error_object(f"internal error: {type(error).__name__}", 500), 500)
+
+
+def _param(location: tuple[str | int, ...]) -> str | None:
+    """`messages[0].role` for ("body", "messages", 0, "role")."""
+    path = ""
+    for part in location[1:]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path or None

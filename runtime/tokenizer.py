@@ -1,0 +1,136 @@
+"""Text to tokens and back, and chats to prompts, without importing torch or transformers."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from tokenizers import Tokenizer as FastTokenizer
+
+from qtool.errors import QtoolError
+from qtool.runtime.chat_template import compile_template
+from qtool.runtime.request import ParameterError
+
+Message = Mapping[str, object]
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint or engine folder; encodes and renders as transformers does.
+
+    Immutable once loaded, so that any thread may use it.
+    """
+
+    def __init__(
+        self,
+        fast: FastTokenizer,
+        special_tokens: Mapping[str, str],
+        chat_template: str | None,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        fast.no_truncation()
+        fast.no_padding()
+        self._fast = fast
+        self._special_tokens = dict(special_tokens)
+        self._template = None if chat_template is None else compile_template(chat_template)
+        self.eos_token_ids = eos_token_ids
+        """Tokens that end an answer: generation_config.json's, and the tokenizer's own eos_token."""
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json.
+
+        Of generation_config.json only eos_token_id is taken: temperature and the like stay the API's own
+        defaults, so that a request means the same whatever the model. Raises QtoolError for a file that is
+        missing or unreadable.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise QtoolError(f"{path}: missing; an engine needs the tokenizer that its checkpoint came with")
+        try:
+            fast = FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no narrower class
+            raise QtoolError(f"{path}: is no tokenizer that can be read ({error})") from error
+        config = _read_json(folder / "tokenizer_config.json")
+        special_tokens = _special_tokens(
+            {**_read_json(folder / "special_tokens_map.json"), **config},
+        )
+        return cls(
+            fast, special_tokens, _chat_template(folder, config), _eos_ids(folder, fast, special_tokens)
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer puts around one (often a BOS)."""
+        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return self._fast.decode(ids, skip_special_tokens=True)
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """The prompt that asks for the answer to a chat.
+
+        Raises ParameterError when the tokenizer has no chat template or the template refuses the chat.
+        """
+        if self._template is None:
+            raise ParameterError(
+                "messages", "this model has no chat template; complete a plain prompt instead"
+            )
+        # A template tests whether a key is there, and would print the None of one that is there but empty.
+        present = [
+            {key: value for key, value in message.items() if value is not None} for message in messages
+        ]
+        try:
+            return self._template.render(
+                messages=present,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            raise ParameterError("messages", f"the model's chat template refuses them: {error}") from error
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of `render_chat`. The template writes the special tokens, so none is added: one BOS."""
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise QtoolError(f"{path}: is not valid JSON ({error}); copy it again from the checkpoint") from error
+    if not isinstance(content, dict):
+        raise QtoolError(f"{path}: holds a {type(content).__name__}, not an object; copy it again")
+    return content
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The `*_token` entries, by which templates name them; each is a text, or an object that holds one."""
+    texts = {}
+    for key, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            texts[key] = text
+    return texts
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
+    return template
+
+
+def _eos_ids(folder: Path, fast: FastTokenizer, special_tokens: Mapping[str, str]) -> frozenset[int]:
+    ids = _read_json(folder / "generation_config.json").get("eos_token_id")
+    found = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    if "eos_token" in special_tokens:
+        found.add(fast.token_to_id(special_tokens["eos_token"]))
+    return frozenset(found - {None})
