@@ -58,6 +58,8 @@ def _convert(alone: Path, reader: "GGUFReader", folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    if (parts := _field(reader, "split.count") or 1) > 1:
+        raise ValueError(f"it is one of {parts} parts; merge them with 'llama-gguf-split --merge' first")
     tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file="model.gguf")
     _check_vocabulary(reader, tokenizer)
     tokenizer.chat_template = _field(reader, "tokenizer.chat_template")
@@ -67,6 +69,7 @@ def _convert(alone: Path, reader: "GGUFReader", folder: Path) -> None:
         dtype=getattr(torch, _dtype(reader)),
         quantization_config=GgufConfig(dequantize=True),
     )
+    _check_nothing_dropped(reader, model)
     ends = list(dict.fromkeys(end for key in _END_KEYS if (end := _field(reader, key)) is not None))
     if ends:
         model.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends
@@ -93,6 +96,23 @@ def _check_vocabulary(reader: "GGUFReader", tokenizer: Any) -> None:
     for index, (wanted, got) in enumerate(zip(tokens, converted, strict=True)):
         if wanted != got:
             raise ValueError(f"token {index} is {wanted!r} in the file and {got!r} in its tokenizer")
+
+
+def _check_nothing_dropped(reader: "GGUFReader", model: Any) -> None:
+    """transformers skips tensors and rope scaling that it has no place for, and makes up what is missing."""
+    stored = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    loaded = sum(parameter.numel() for parameter in model.parameters())  # a tied one counts once
+    if stored != loaded:
+        known = "; it has rope_freqs, which scale the rope of Llama 3" if _has(reader, "rope_freqs") else ""
+        raise ValueError(f"of its {stored} weights {loaded} would arrive{known}")
+    scaling = _field(reader, f"{_field(reader, 'general.architecture')}.rope.scaling.type")
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if scaling not in (None, "none", rope.get("rope_type")):
+        raise ValueError(f"its rope scaling {scaling!r} would be lost")
+
+
+def _has(reader: "GGUFReader", prefix: str) -> bool:
+    return any(tensor.name.startswith(prefix) for tensor in reader.tensors)
 
 
 def _check_weights(path: Path, folder: Path) -> None:
