@@ -1,1 +1,32 @@
 """Engine drivers: each runs steps on one kind of engine, over a KV pool that it allocates."""
+
+from importlib import import_module
+from pathlib import Path
+
+from qtool.compile.engine import ENGINE, read_spec
+from qtool.errors import QtoolError, UsageError, nearest
+from qtool.runtime.engines.contract import Engine
+
+DRIVERS = {
+    "openvino": "qtool.runtime.engines.openvino:open_openvino",
+    "reference": "qtool.runtime.engines.reference:open_reference",
+}
+
+
+def open_engine(path: Path, *, kv_cache_tokens: int | None = None, threads: int | None = None) -> Engine:
+    """Open an engine folder, or a checkpoint folder with the reference engine.
+
+    `kv_cache_tokens` sizes the KV pool; see `pool.num_blocks` for the default. `threads` None leaves the
+    number to the engine. Raises UsageError when the folder is neither.
+    """
+    if (path / ENGINE).is_file():
+        target = read_spec(path).target
+        if target not in DRIVERS:
+            raise QtoolError(f"{path / ENGINE}: target {target!r} has no driver; {nearest(target, DRIVERS)}")
+    elif (path / "config.json").is_file():
+        target = "reference"
+    else:
+        raise UsageError(f"{path}: holds neither {ENGINE} nor config.json; wanted an engine or a checkpoint")
+    module, _, function = DRIVERS[target].partition(":")
+    engine: Engine = getattr(import_module(module), function)(path, kv_cache_tokens, threads)
+    return engine

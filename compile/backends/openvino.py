@@ -1,0 +1,272 @@
+"""The OpenVINO backend: an ``openvino.Model`` for the CPU, attention through its PagedAttention op.
+
+Every weight keeps its stored numbers exactly: integer codes with float32 scales, float16 or bfloat16
+constants. The CPU plugin decompresses them inside its matrix products; all sums are in float32.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import openvino as ov
+import torch
+from numpy.typing import NDArray
+from openvino import opset13 as ops
+from openvino.op import Parameter, _PagedAttentionExtension
+from torch import Tensor
+
+from qtool.compile.config import DecoderConfig
+from qtool.compile.decoder import Attention, Weights, decode
+from qtool.compile.rope import Rope
+from qtool.compile.weights import CheckpointWeights
+from qtool.core.checkpoint import Checkpoint
+from qtool.core.qtensor import Linear, QuantizedTensor
+
+MODEL = "model.xml"
+Node: TypeAlias = ov.Output
+_VECTORS = (
+    "token_ids",
+    "positions",
+    "past_lens",
+    "subsequence_begins",
+    "block_indices",
+    "block_indices_begins",
+    "logit_rows",
+)
+_DENSE = {torch.float32: ov.Type.f32, torch.float16: ov.Type.f16, torch.bfloat16: ov.Type.bf16}
+
+
+class OpenVino:
+    """The decoder's operations as nodes of a graph whose parameters are one ragged batch and the pool."""
+
+    def __init__(self) -> None:
+        self.parameters = {name: _parameter(name, ov.Type.i32, [-1]) for name in _VECTORS}
+        self.parameters["max_context_len"] = _parameter("max_context_len", ov.Type.i32, [])
+        self._rotations: dict[Rope, tuple[Node, Node]] = {}
+        self._table: tuple[Tensor, Node] | None = None
+
+    def embed(self, table: Tensor) -> Node:
+        constant = _constant(table)
+        self._table = (table, constant)
+        return _float32(ops.gather(constant, self._input("token_ids"), _integers(0)).output(0))
+
+    def linears(self, x: Node, group: Sequence[Linear]) -> list[Node]:
+        if not _alike(group):
+            return [self._linear(x, linear) for linear in group]
+        sizes = [linear.weight.shape[0] for linear in group]
+        product = self._linear(x, _stack(group))
+        return list(ops.variadic_split(product, _integers(1), _integers(sizes)).outputs())
+
+    def rms_norm(self, x: Node, weight: Tensor, eps: float) -> Node:
+        heads = _reshape(x, [0, -1, len(weight)])
+        mean = ops.reduce_mean(ops.power(heads, _floats(2.0)), _integers([-1]), True)
+        inverse = ops.divide(_floats(1.0), ops.sqrt(ops.add(mean, _floats(eps))))
+        normed = ops.multiply(ops.multiply(heads, inverse), _float32(_constant(weight)))
+        return _reshape(normed.output(0), [0, -1])
+
+    def rope(self, x: Node, rope: Rope) -> Node:
+        """In the form [T, H, 1, D] that the plugin fuses into one kernel."""
+        if rope not in self._rotations:
+            positions = ops.convert(self._input("positions"), ov.Type.f32)
+            half = ops.multiply(_reshape(positions.output(0), [-1, 1, 1, 1]), _floats(rope.frequencies()))
+            angles = ops.concat([half, half], -1)
+            self._rotations[rope] = (ops.cos(angles).output(0), ops.sin(angles).output(0))
+        cos, sin = self._rotations[rope]
+        heads = _reshape(x, [0, -1, 1, rope.dim])
+        first, second = ops.variadic_split(heads, _integers(-1), _integers([rope.dim // 2] * 2)).outputs()
+        turned = ops.concat([ops.multiply(second, _floats(-1.0)), first], -1)
+        rotated = ops.add(ops.multiply(heads, cos), ops.multiply(turned, sin))
+        return _reshape(rotated.output(0), [0, -1])
+
+    def attention(self, q: Node, k: Node, v: Node, attention: Attention) -> Node:
+        caches = [self._cache(f"{kind}_cache.{attention.layer}") for kind in ("key", "value")]
+        batch = [
+            self._input(name)
+            for name in ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins")
+        ]
+        none = _empty(ov.Type.i32)
+        node = _PagedAttentionExtension(
+            [
+                *(q, k, v),
+                *caches,
+                *batch,
+                _floats(attention.scale),
+                _int32(attention.window or 0),
+                _empty(ov.Type.f32),  # alibi slopes
+                self._input("max_context_len"),
+                _int32(0),  # score aggregation window
+                *(none, none, _empty(ov.Type.f32)),  # cache rotation: blocks, deltas, table
+                *(_empty(ov.Type.f32), _int32(0), _int32(0)),  # sparse attention: threshold, block, stride
+                _empty(ov.Type.f32, rank=4),  # attention sinks
+                *(_int32(0), none, none, none),  # cache eviction
+                none,  # token types
+                *(_empty(ov.Type.u8), none),  # mask among the new tokens, and where each sequence's begins
+            ]
+        )
+        return node.output(0)
+
+    def activation(self, name: str, x: Node) -> Node:
+        return _ACTIVATIONS[name](x).output(0)
+
+    def multiply(self, a: Node, b: Node) -> Node:
+        return ops.multiply(a, b).output(0)
+
+    def add(self, a: Node, b: Node) -> Node:
+        return ops.add(a, b).output(0)
+
+    def take_rows(self, x: Node) -> Node:
+        return ops.gather(x, self._input("logit_rows"), _integers(0)).output(0)
+
+    def _input(self, name: str) -> Node:
+        return self.parameters[name].output(0)
+
+    def _cache(self, name: str) -> Node:
+        """A pool of one layer; the plugin chooses its type and shape when it compiles."""
+        self.parameters[name] = _parameter(name, ov.Type.dynamic, None)
+        return self._input(name)
+
+    def _linear(self, x: Node, linear: Linear) -> Node:
+        weight = linear.weight
+        if isinstance(weight, QuantizedTensor):
+            matrix = _dequantized(weight)
+        elif self._table is not None and weight is self._table[0]:
+            matrix = _float32(self._table[1])
+        else:
+            matrix = _float32(_constant(weight))
+        product = ops.matmul(x, matrix, False, True)
+        if linear.bias is not None:
+            product = ops.add(product, _float32(_constant(linear.bias)))
+        return product.output(0)
+
+
+_ACTIVATIONS = {"silu": ops.swish}
+
+
+def build_model(config: DecoderConfig, weights: Weights) -> ov.Model:
+    """The decoder as a graph: int32 inputs of a ragged batch, the pools of each layer, logits [R, V]."""
+    backend = OpenVino()
+    logits = decode(config, weights, backend)
+    logits.get_tensor().set_names({"logits"})
+    return ov.Model([logits], list(backend.parameters.values()), config.architecture)
+
+
+def write(checkpoint: Checkpoint, config: DecoderConfig, folder: Path) -> None:
+    """Write the graph and its weights as ``model.xml`` and ``model.bin``."""
+    model = build_model(config, CheckpointWeights(config, checkpoint))
+    ov.save_model(model, folder / MODEL, compress_to_fp16=False)
+
+
+def _alike(group: Sequence[Linear]) -> bool:
+    """Whether linears over one input can be one: all dense in one dtype, or all of one scheme."""
+    kinds = {
+        linear.weight.scheme if isinstance(linear.weight, QuantizedTensor) else linear.weight.dtype
+        for linear in group
+    }
+    return len(group) > 1 and len(kinds) == 1
+
+
+def _stack(group: Sequence[Linear]) -> Linear:
+    """One linear whose outputs are those of `group`, one after another."""
+    dense = [linear.weight for linear in group if isinstance(linear.weight, Tensor)]
+    quantized = [linear.weight for linear in group if isinstance(linear.weight, QuantizedTensor)]
+    return Linear(_stack_quantized(quantized) if quantized else torch.cat(dense), _stack_biases(group))
+
+
+def _stack_quantized(weights: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    zero_points = [weight.zero_point for weight in weights if weight.zero_point is not None]
+    return QuantizedTensor(
+        torch.cat([weight.codes for weight in weights]),
+        torch.cat([weight.scale.float() for weight in weights]),
+        torch.cat(zero_points) if zero_points else None,
+        weights[0].scheme,
+    )
+
+
+def _stack_biases(group: Sequence[Linear]) -> Tensor | None:
+    if all(linear.bias is None for linear in group):
+        return None
+    return torch.cat(
+        [
+            torch.zeros(linear.weight.shape[0]) if linear.bias is None else linear.bias.float()
+            for linear in group
+        ]
+    )
+
+
+def _dequantized(weight: QuantizedTensor) -> Node:
+    """``(codes - zero_point) * scale`` [N, K] in the form that the plugin fuses into a matrix product.
+
+    Symmetric codes stay signed; with zero points both are shifted to unsigned. Scales are float32, so
+    that any stored dtype is exact.
+    """
+    out_features, in_features = weight.shape
+    groups = weight.scale.shape[1]
+    codes = weight.codes.view(out_features, groups, in_features // groups)
+    value = _codes(codes, weight)
+    if weight.zero_point is not None:
+        value = ops.subtract(value, _codes(weight.zero_point[..., None], weight)).output(0)
+    value = ops.multiply(value, _constant(weight.scale[..., None].float())).output(0)
+    return _reshape(value, [out_features, in_features])
+
+
+def _codes(codes: Tensor, weight: QuantizedTensor) -> Node:
+    """Integer codes as a packed constant, converted to float32."""
+    signed, bits = weight.zero_point is None, weight.scheme.num_bits
+    kind = getattr(ov.Type, f"{'i' if signed else 'u'}{bits}")
+    values = (codes if signed else codes.to(torch.int16) - weight.scheme.low).to(torch.uint8).numpy()
+    packed = _pack4(values) if bits == 4 else np.ascontiguousarray(values)
+    return ops.convert(_from_bytes(packed, list(codes.shape), kind), ov.Type.f32).output(0)
+
+
+def _pack4(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The low four bits of `values`, two a byte, the first in the low nibble."""
+    flat = values.reshape(-1) & 0x0F
+    if len(flat) % 2:
+        flat = np.append(flat, np.uint8(0))
+    return np.asarray(flat[0::2] | (flat[1::2] << 4), dtype=np.uint8)
+
+
+def _parameter(name: str, kind: ov.Type, shape: list[int] | None) -> Parameter:
+    parameter = Parameter(kind, ov.PartialShape.dynamic() if shape is None else ov.PartialShape(shape))
+    parameter.set_friendly_name(name)
+    parameter.output(0).get_tensor().set_names({name})
+    return parameter
+
+
+def _constant(tensor: Tensor) -> Node:
+    """A floating point tensor, in its own dtype."""
+    raw = tensor.contiguous().view(torch.uint8).numpy()
+    return _from_bytes(raw, list(tensor.shape), _DENSE[tensor.dtype])
+
+
+def _from_bytes(raw: NDArray[np.uint8], shape: list[int], kind: ov.Type) -> Node:
+    """A constant with memory of its own: one made from an array would share it and not keep it alive."""
+    tensor = ov.Tensor(kind, ov.Shape(shape))
+    tensor.data.view(np.uint8).reshape(-1)[:] = raw.reshape(-1)
+    return ops.constant(tensor).output(0)
+
+
+def _float32(node: Node) -> Node:
+    return node if node.get_element_type() == ov.Type.f32 else ops.convert(node, ov.Type.f32).output(0)
+
+
+def _floats(values: float | NDArray[np.float32]) -> Node:
+    return ops.constant(np.asarray(values, dtype=np.float32)).output(0)
+
+
+def _integers(values: int | list[int]) -> Node:
+    return ops.constant(np.asarray(values, dtype=np.int64)).output(0)
+
+
+def _int32(value: int) -> Node:
+    return ops.constant(np.asarray(value, dtype=np.int32)).output(0)
+
+
+def _empty(kind: ov.Type, rank: int = 1) -> Node:
+    return ops.constant(ov.Tensor(kind, ov.Shape([0] * rank))).output(0)
+
+
+def _reshape(node: Node, shape: list[int]) -> Node:
+    """Reshape, where 0 keeps a dimension."""
+    return ops.reshape(node, _integers(shape), True).output(0)

@@ -1,0 +1,159 @@
+"""The reference backend: torch, eager. Slow, obvious and right; the other backends are tested against it."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qtool.compile.config import DecoderConfig
+from qtool.compile.decoder import Attention, Weights
+from qtool.compile.rope import Rope
+from qtool.compile.weights import CheckpointWeights
+from qtool.core.checkpoint import Checkpoint
+from qtool.core.qtensor import Linear
+
+KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The new tokens of B sequences, one sequence after another, as tensors on one device."""
+
+    token_ids: Tensor
+    """[T]"""
+    positions: Tensor
+    """[T]"""
+    past_lens: Sequence[int]
+    """[B]"""
+    new_lens: Sequence[int]
+    """[B]"""
+    block_tables: Sequence[Tensor]
+    """B tables of block numbers, each long enough for past and new tokens."""
+    logit_rows: Tensor
+    """[R], rows of T."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Keys and values of every layer, each [layers, blocks, block_size, Hkv, D]."""
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def allocate(
+        cls, config: DecoderConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> "Pool":
+        """An empty pool."""
+        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        return cls(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+
+
+class ResidentWeights:
+    """Weights as dense numbers of one dtype on one device; each is read and dequantized at its first use."""
+
+    def __init__(self, source: Weights, dtype: torch.dtype, device: torch.device) -> None:
+        self._source, self._dtype, self._device = source, dtype, device
+        self._tensors: dict[str, Tensor] = {}
+        self._linears: dict[str, Linear] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor `name`."""
+        if name not in self._tensors:
+            self._tensors[name] = self._source.tensor(name).to(self._device, self._dtype)
+        return self._tensors[name]
+
+    def linear(self, module: str) -> Linear:
+        """The linear `module`, dense."""
+        if module not in self._linears:
+            linear = self._source.linear(module)
+            bias = None if linear.bias is None else linear.bias.to(self._device, self._dtype)
+            self._linears[module] = Linear(linear.dense(self._dtype).to(self._device), bias)
+        return self._linears[module]
+
+
+class Reference:
+    """The decoder's operations on one batch, over dense weights."""
+
+    def __init__(self, batch: Batch, pool: Pool) -> None:
+        self._batch, self._pool = batch, pool
+
+    def embed(self, table: Tensor) -> Tensor:
+        return table[self._batch.token_ids]
+
+    def linears(self, x: Tensor, group: Sequence[Linear]) -> list[Tensor]:
+        return [F.linear(x, linear.dense(x.dtype), linear.bias) for linear in group]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        heads = x.view(len(x), -1, len(weight))
+        normed = heads * torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + eps)
+        return (normed * weight).view_as(x)
+
+    def rope(self, x: Tensor, rope: Rope) -> Tensor:
+        angles = self._batch.positions[:, None].float() * torch.from_numpy(rope.frequencies()).to(x.device)
+        cos, sin = angles.cos().to(x.dtype)[:, None], angles.sin().to(x.dtype)[:, None]
+        first, second = x.view(len(x), -1, rope.dim).chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view_as(x)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+        batch, outputs, start = self._batch, [], 0
+        for past, new, table in zip(batch.past_lens, batch.new_lens, batch.block_tables, strict=True):
+            rows = slice(start, start + new)
+            keys = self._extend(self._pool.keys[attention.layer], k[rows], past, table)
+            values = self._extend(self._pool.values[attention.layer], v[rows], past, table)
+            outputs.append(_attend(q[rows], keys, values, past, attention))
+            start += new
+        return torch.cat(outputs)
+
+    @staticmethod
+    def _extend(pool: Tensor, new: Tensor, past: int, table: Tensor) -> Tensor:
+        """Write `new` [n, Hkv·D] after the `past` tokens of a sequence; all of it, [past + n, Hkv, D]."""
+        block_size, end = pool.shape[1], past + len(new)
+        slots = torch.arange(past, end, device=pool.device)
+        pool[table[slots // block_size], slots % block_size] = new.view(-1, *pool.shape[2:]).to(pool.dtype)
+        return pool[table[: -(-end // block_size)]].flatten(0, 1)[:end].to(new.dtype)
+
+    def activation(self, name: str, x: Tensor) -> Tensor:
+        return _ACTIVATIONS[name](x)
+
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    def take_rows(self, x: Tensor) -> Tensor:
+        return x[self._batch.logit_rows]
+
+
+_ACTIVATIONS = {"silu": F.silu}
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, past: int, attention: Attention) -> Tensor:
+    """Causal attention of one sequence's new tokens: q [n, H·D], keys and values [past + n, Hkv, D]."""
+    shared = attention.num_heads // attention.num_kv_heads
+    queries = q.view(len(q), attention.num_kv_heads, shared, attention.head_dim)
+    scores = torch.einsum("qhgd,khd->hgqk", queries, keys) * attention.scale
+    age = torch.arange(past, past + len(q), device=q.device)[:, None] - torch.arange(
+        len(keys), device=q.device
+    )
+    hidden = age < 0
+    if attention.window is not None:
+        hidden |= age >= attention.window
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    return torch.einsum("hgqk,khd->qhgd", weights, values).reshape(len(q), -1)
+
+
+def write(checkpoint: Checkpoint, config: DecoderConfig, folder: Path) -> None:
+    """The engine is the checkpoint itself: its files, hard-linked where the file system allows."""
+    CheckpointWeights(config, checkpoint)
+    for file in checkpoint.files:
+        target = folder / file.name
+        try:
+            target.hardlink_to(file.resolve())
+        except OSError:
+            shutil.copyfile(file, target)

@@ -1,0 +1,101 @@
+"""Compile a checkpoint into an engine folder."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from qtool.compile.config import DecoderConfig, read_config
+from qtool.compile.engine import EngineSpec
+from qtool.core.checkpoint import COMPANIONS, Checkpoint
+from qtool.core.files import new_folder, sha256
+from qtool.core.manifest import MANIFEST, versions
+from qtool.errors import UsageError, nearest
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an engine can be compiled for."""
+
+    write: str
+    """``module:function`` that writes the model into a folder: (checkpoint, config, folder) -> None."""
+    block_size: int
+    kv_bytes: Mapping[str, Callable[[int], int]]
+    """For each precision of the KV pool: bytes of one head's key, or value, of `head_dim` features."""
+
+
+def _quantized_kv(head_dim: int) -> int:
+    """One byte a feature, and a float32 scale and zero point."""
+    return head_dim + 8
+
+
+TARGETS: dict[str, Target] = {
+    "openvino": Target(
+        "qtool.compile.backends.openvino:write",
+        block_size=32,  # the CPU plugin's own
+        kv_bytes={"f32": lambda dim: 4 * dim, "bf16": lambda dim: 2 * dim, "u8": _quantized_kv},
+    ),
+    "reference": Target(
+        "qtool.compile.backends.reference:write",
+        block_size=32,
+        kv_bytes={"f32": lambda dim: 4 * dim, "bf16": lambda dim: 2 * dim},
+    ),
+}
+
+
+def compile_engine(checkpoint: Path, target: str, output: Path, *, kv_cache: str = "f32") -> EngineSpec:
+    """Compile the checkpoint folder for `target` into the new folder `output`, whole or not at all.
+
+    `kv_cache` is the precision of keys and values in the pool: f32 is exact, bf16 halves the pool's
+    bytes, u8 quarters them and costs a drift that ``qtool eval`` measures. Raises UsageError for an
+    unknown target or precision and for an output that exists, QtoolError for a checkpoint that is damaged
+    or has something the decoder does not know.
+    """
+    if target not in TARGETS:
+        raise UsageError(
+            f"target {target!r} is unknown; {nearest(target, TARGETS)} (known: {', '.join(sorted(TARGETS))})"
+        )
+    kv_bytes = TARGETS[target].kv_bytes
+    if kv_cache not in kv_bytes:
+        raise UsageError(
+            f"kv_cache {kv_cache!r} is not possible for target {target}; wanted {', '.join(kv_bytes)}"
+        )
+    source = Checkpoint(checkpoint)
+    config = read_config(source.config, str(checkpoint / "config.json"))
+    with new_folder(output) as folder:
+        module, _, function = TARGETS[target].write.partition(":")
+        getattr(import_module(module), function)(source, config, folder)
+        _copy_companions(checkpoint, folder)
+        spec = _spec(source, config, target, kv_cache, folder)
+        spec.save(folder)
+    return spec
+
+
+def _copy_companions(checkpoint: Path, folder: Path) -> None:
+    """Tokenizer, templates and records, beside what the target wrote."""
+    for name in ("config.json", MANIFEST, *COMPANIONS):
+        if (checkpoint / name).is_file() and not (folder / name).exists():
+            shutil.copyfile(checkpoint / name, folder / name)
+
+
+def _spec(source: Checkpoint, config: DecoderConfig, target: str, kv_cache: str, folder: Path) -> EngineSpec:
+    kv_bytes = TARGETS[target].kv_bytes[kv_cache](config.head_dim)
+    return EngineSpec(
+        target=target,
+        architecture=config.architecture,
+        vocab_size=config.vocab_size,
+        max_context=config.max_context,
+        block_size=TARGETS[target].block_size,
+        kv_cache=kv_cache,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        weight_bytes=sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHT_SUFFIXES),
+        kv_bytes_per_token=2 * config.num_layers * config.num_kv_heads * kv_bytes,
+        versions=versions(),
+        checkpoint={file.name: sha256(file) for file in source.files},
+    )
+
+
+WEIGHT_SUFFIXES = {".bin", ".safetensors"}

@@ -1,0 +1,96 @@
+"""A checkpoint's weights, held to what its config promises: no tensor unknown, missing or misshapen."""
+
+import torch
+from torch import Tensor
+
+from qtool.compile.config import DecoderConfig
+from qtool.compile.decoder import EMBEDDING, FINAL_NORM, HEAD, linear_shapes
+from qtool.core.checkpoint import Checkpoint
+from qtool.core.qtensor import Linear
+from qtool.errors import QtoolError
+
+_BUFFERS = "rotary_emb.inv_freq"
+"""Older checkpoints store the frequencies that the config already gives."""
+
+
+class CheckpointWeights:
+    """The decoder's `Weights`, read lazily from a checkpoint that has been found to fit `config`.
+
+    Raises QtoolError on opening when a stored tensor has no place in the decoder, and on reading when one
+    is missing or has another shape than the config says.
+    """
+
+    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._shapes = linear_shapes(config)
+        self._norms = _norm_shapes(config)
+        self._table = (config.vocab_size, config.hidden_size)
+        self._config = config
+        for name in checkpoint:
+            self._check_known(name)
+        if config.tied and f"{HEAD}.weight" in checkpoint:
+            self._check_tied()
+
+    def tensor(self, name: str) -> Tensor:
+        """A stored tensor, in its stored dtype."""
+        tensor = self._checkpoint.tensor(name)
+        wanted = self._table if name == f"{EMBEDDING}.weight" else (self._norms[name],)
+        if tuple(tensor.shape) != wanted:
+            raise QtoolError(
+                f"{self._checkpoint.path}: {name} has shape {tuple(tensor.shape)}, config.json says {wanted}"
+            )
+        return tensor
+
+    def linear(self, module: str) -> Linear:
+        """A linear, dense or quantized."""
+        linear = self._checkpoint.linear(module)
+        if tuple(linear.weight.shape) != self._shapes[module]:
+            raise QtoolError(
+                f"{self._checkpoint.path}: {module} has shape {tuple(linear.weight.shape)}, "
+                f"config.json says {self._shapes[module]}"
+            )
+        if (linear.bias is not None) != self._has_bias(module):
+            raise QtoolError(
+                f"{self._checkpoint.path}: {module} has {'a' if linear.bias is not None else 'no'} bias, "
+                "config.json says otherwise"
+            )
+        return linear
+
+    def _has_bias(self, module: str) -> bool:
+        if module.endswith(("q_proj", "k_proj", "v_proj")):
+            return self._config.qkv_bias
+        if module.endswith("o_proj"):
+            return self._config.output_bias
+        return self._config.mlp_bias and module != HEAD
+
+    def _check_known(self, name: str) -> None:
+        module, _, part = name.rpartition(".")
+        known = name in self._norms or name == f"{EMBEDDING}.weight" or name.endswith(_BUFFERS)
+        if module in self._shapes:
+            quantized = self._checkpoint.format is not None and self._checkpoint.format.quantizes(module)
+            known = quantized or part in ("weight", "bias")
+        if not known and not (self._config.tied and name == f"{HEAD}.weight"):
+            raise QtoolError(
+                f"{self._checkpoint.path}: holds tensor {name}, which has no place in "
+                f"{self._config.architecture} as config.json describes it"
+            )
+
+    def _check_tied(self) -> None:
+        table, head = (self._checkpoint.tensor(f"{module}.weight") for module in (EMBEDDING, HEAD))
+        if not torch.equal(table, head):
+            raise QtoolError(
+                f"{self._checkpoint.path}: {HEAD}.weight differs from {EMBEDDING}.weight, though config.json "
+                "says tie_word_embeddings; set it to false if the head is a matrix of its own"
+            )
+
+
+def _norm_shapes(config: DecoderConfig) -> dict[str, int]:
+    shapes = {f"{FINAL_NORM}.weight": config.hidden_size}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        shapes[f"{prefix}.input_layernorm.weight"] = config.hidden_size
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = config.hidden_size
+        if config.qk_norm:
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = config.head_dim
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = config.head_dim
+    return shapes

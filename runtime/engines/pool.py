@@ -1,0 +1,33 @@
+"""How many blocks a KV pool gets."""
+
+import os
+from pathlib import Path
+
+from qtool.errors import UsageError
+
+DEFAULT_TOKENS = 32_768
+_SHARE = 0.5
+
+
+def num_blocks(kv_cache_tokens: int | None, block_size: int, bytes_per_token: int) -> int:
+    """Blocks for `kv_cache_tokens` tokens.
+
+    Without a number: 32,768 tokens, or as many as fit in half of the memory that is available now, if
+    those are fewer. Raises UsageError when not even one block fits in the number given.
+    """
+    if kv_cache_tokens is None:
+        affordable = int(_available_memory() * _SHARE) // bytes_per_token
+        kv_cache_tokens = max(min(DEFAULT_TOKENS, affordable), block_size)
+    if kv_cache_tokens < block_size:
+        raise UsageError(f"kv_cache_tokens is {kv_cache_tokens}, wanted at least one block of {block_size}")
+    return kv_cache_tokens // block_size
+
+
+def _available_memory() -> int:
+    """Bytes that can be used without swapping, as the kernel estimates; half of all where it does not."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,79 @@
+"""The driver of the reference engine: torch, eager, on any device."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from qtool.compile.backends.reference import KV_DTYPES, Batch, Pool, Reference, ResidentWeights
+from qtool.compile.config import DecoderConfig, read_config
+from qtool.compile.decoder import Weights, decode
+from qtool.compile.engine import ENGINE, read_spec
+from qtool.compile.weights import CheckpointWeights
+from qtool.core.checkpoint import Checkpoint
+from qtool.runtime.engines.contract import Floats, Step
+from qtool.runtime.engines.pool import num_blocks
+
+BLOCK_SIZE = 32
+
+
+class ReferenceEngine:
+    """Runs the decoder eagerly, weights dense in `dtype`. Weights are read at the first step."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        *,
+        num_blocks: int,
+        block_size: int = BLOCK_SIZE,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> None:
+        self.vocab_size = config.vocab_size
+        self.max_context = config.max_context
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self._config = config
+        self._device = torch.device(device)
+        self._weights = ResidentWeights(weights, dtype, self._device)
+        self._pool = Pool.allocate(config, num_blocks, block_size, kv_dtype, self._device)
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> Floats:
+        """Run one step; logits [R, V] of the wanted rows."""
+        batch = Batch(
+            token_ids=self._tensor(step.token_ids),
+            positions=self._tensor(step.positions),
+            past_lens=step.past_lens.tolist(),
+            new_lens=step.new_lens.tolist(),
+            block_tables=[self._tensor(np.asarray(table)) for table in step.block_tables],
+            logit_rows=self._tensor(step.logit_rows),
+        )
+        logits = decode(self._config, self._weights, Reference(batch, self._pool))
+        return logits.float().cpu().numpy()
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy a block's keys and values, every layer."""
+        for cache in (self._pool.keys, self._pool.values):
+            cache[:, target] = cache[:, source]
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.int64, device=self._device)
+
+
+def open_reference(path: Path, kv_cache_tokens: int | None, threads: int | None) -> ReferenceEngine:
+    """Open a checkpoint folder, or an engine folder of target ``reference``."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    checkpoint = Checkpoint(path)
+    config = read_config(checkpoint.config, str(path / "config.json"))
+    kv_dtype = KV_DTYPES[read_spec(path).kv_cache if (path / ENGINE).is_file() else "f32"]
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_dtype.itemsize
+    return ReferenceEngine(
+        config,
+        CheckpointWeights(config, checkpoint),
+        num_blocks=num_blocks(kv_cache_tokens, BLOCK_SIZE, per_token),
+        kv_dtype=kv_dtype,
+    )
