@@ -15,12 +15,16 @@ from qtool.cli.eval import eval_
 from qtool.cli.failures import enable_debug, report
 from qtool.cli.fetch import fetch
 from qtool.cli.quantize import quantize
+from qtool.cli.run import run
+from qtool.cli.serve import serve
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 app.command()(fetch)
 app.command()(quantize)
 app.command("eval")(eval_)
 app.command("compile")(compile_)
+app.command()(serve)
+app.command()(run)
 app.add_typer(recipe.app, name="recipe")
 
 

@@ -37,6 +37,7 @@ def quantize(
     from qtool.core.sources import resolve
     from qtool.errors import UsageError
     from qtool.quantize.pipeline import quantize_checkpoint
+    from qtool.quantize.progress import layer_bar
     from qtool.recipes import find_recipe
 
     chosen = find_recipe(recipe)
@@ -47,7 +48,8 @@ def quantize(
         raise UsageError(f"{recipe}: names no model; give a checkpoint on the command line")
     refuse_existing(output)  # before hours of work are done in vain
     try:
-        manifest = quantize_checkpoint(resolve(source), chosen, output)
+        with layer_bar() as progress:
+            manifest = quantize_checkpoint(resolve(source), chosen, output, progress=progress)
     except KeyboardInterrupt:
         typer.echo("interrupted; run the same command again to go on from the last finished layer", err=True)
         raise

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from transformers import AutoTokenizer
+
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.gguf import convert, from_gguf
 from qtool.errors import QtoolError, UsageError
-from transformers import AutoTokenizer
-
 from tests.core.tiny_gguf import write_gguf
 
 
