@@ -22,6 +22,12 @@ class LinearRecord(BaseModel):
     symmetric: bool
     sqnr_db: float
     """Signal to quantization noise of the layer's output on the calibration inputs, in decibel."""
+    clip_ratio: float | None = None
+    """AWQ: by how much the groups' ranges were shrunk, on average; null for other methods."""
+    awq_alpha: float | None = None
+    """AWQ: the exponent that the scale search chose; null where there was no search."""
+    awq_absorber: str | None = None
+    """AWQ: what absorbed the channel scales; null where nothing could exactly, hence no scale search."""
 
 
 class Manifest(BaseModel):
@@ -32,13 +38,14 @@ class Manifest(BaseModel):
     schema_version: int = 1
     recipe: Recipe
     inputs: dict[str, str]
-    """sha256 of every input file, by name."""
+    """sha256 of every input file by name, and of the calibration text by its reference."""
     outputs: dict[str, str]
     """sha256 of every output file, by name."""
     versions: dict[str, str]
     seed: int
     linears: dict[str, LinearRecord]
     seconds: float
+    """Wall time of the run that finished it; layers that an interrupted run left behind are not counted."""
     peak_memory_bytes: int
 
     def save(self, folder: Path) -> None:

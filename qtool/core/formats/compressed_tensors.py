@@ -6,7 +6,7 @@ A linear ``m`` becomes ``m.weight_packed`` [N, ceil(K*bits/32)] int32, ``m.weigh
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,24 +57,10 @@ class CompressedTensors:
 
     def read(self, module: str) -> QuantizedTensor:
         """Unpack one linear; a scale that is zero or not finite is an error that names the module."""
-        read = self._checkpoint.tensor
-        scheme = self._scheme_of(module)
-        shape = torch.Size(int(size) for size in read(f"{module}.weight_shape"))
-        scale = read(f"{module}.weight_scale")
-        if not bool((scale.isfinite() & (scale != 0)).all()):
-            raise QtoolError(f"{self._checkpoint.path}: {module}.weight_scale has zero or non-finite values")
-        groups = scheme.num_groups(shape[1])
-        if tuple(scale.shape) != (shape[0], groups):
-            raise QtoolError(
-                f"{self._checkpoint.path}: {module}.weight_scale has shape {tuple(scale.shape)}, "
-                f"wanted {(shape[0], groups)} for {scheme}"
-            )
-        codes = unpack_from_int32(read(f"{module}.weight_packed"), scheme.num_bits, shape)
-        zero_point = None
-        if not scheme.symmetric:
-            packed = read(f"{module}.weight_zero_point")
-            zero_point = unpack_from_int32(packed, scheme.num_bits, scale.shape, packed_dim=0)
-        return QuantizedTensor(codes.contiguous(), scale, zero_point, scheme)
+        try:
+            return decode(module, self._scheme_of(module), self._checkpoint.tensor)
+        except ValueError as error:
+            raise QtoolError(f"{self._checkpoint.path}: {error}") from error
 
     def _scheme_of(self, module: str) -> IntScheme:
         for target, scheme in self._targets:
@@ -89,7 +75,29 @@ def _matches(target: str, module: str) -> bool:
     return target in (module, "Linear")
 
 
-def write(module: str, weight: QuantizedTensor) -> dict[str, Tensor]:
+def decode(module: str, scheme: IntScheme, tensor: Callable[[str], Tensor]) -> QuantizedTensor:
+    """The linear `module` from its stored tensors, got by full name; the inverse of `encode`.
+
+    Raises ValueError for scales that are zero, not finite, or of the wrong shape.
+    """
+    shape = torch.Size(int(size) for size in tensor(f"{module}.weight_shape"))
+    scale = tensor(f"{module}.weight_scale")
+    if not bool((scale.isfinite() & (scale != 0)).all()):
+        raise ValueError(f"{module}.weight_scale has zero or non-finite values")
+    groups = scheme.num_groups(shape[1])
+    if tuple(scale.shape) != (shape[0], groups):
+        raise ValueError(
+            f"{module}.weight_scale has shape {tuple(scale.shape)}, wanted {(shape[0], groups)} for {scheme}"
+        )
+    codes = unpack_from_int32(tensor(f"{module}.weight_packed"), scheme.num_bits, shape)
+    zero_point = None
+    if not scheme.symmetric:
+        packed = tensor(f"{module}.weight_zero_point")
+        zero_point = unpack_from_int32(packed, scheme.num_bits, scale.shape, packed_dim=0)
+    return QuantizedTensor(codes.contiguous(), scale, zero_point, scheme)
+
+
+def encode(module: str, weight: QuantizedTensor) -> dict[str, Tensor]:
     """The tensors that store `weight` as the linear `module`."""
     bits = weight.scheme.num_bits
     tensors = {

@@ -1,0 +1,196 @@
+"""Run a checkpoint layer by layer with transformers' own modules, one layer in memory at a time."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qtool.core.checkpoint import Checkpoint
+from qtool.errors import QtoolError, UsageError
+
+Weights = Callable[[str], Tensor]
+"""A parameter's full name, such as ``model.layers.0.mlp.up_proj.weight`` → its value, any float dtype."""
+
+PREFIX = "model.layers"
+
+
+def checkpoint_weights(checkpoint: Checkpoint) -> Weights:
+    """The weights that a checkpoint stores, quantized ones as the numbers that their codes stand for."""
+
+    def read(name: str) -> Tensor:
+        module, _, attribute = name.rpartition(".")
+        if attribute == "weight" and checkpoint.format is not None and checkpoint.format.quantizes(module):
+            return checkpoint.linear(module).dense()
+        return checkpoint.tensor(name)
+
+    return read
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the model passes to a layer beside the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class LayerRunner:
+    """A decoder without weights, whose layers get theirs one at a time, in float32.
+
+    Hidden states are [S, L, hidden]: S windows of L tokens, run one window at a time, so that memory holds
+    them, one layer, and one window's activations.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.model = _skeleton(checkpoint)
+        self._calls: list[_Call] = []
+
+    def __len__(self) -> int:
+        return len(self.model.model.layers)
+
+    def linears(self) -> dict[str, nn.Linear]:
+        """Every linear layer of the model by its full name, without weights."""
+        return {name: part for name, part in self.model.named_modules() if isinstance(part, nn.Linear)}
+
+    @torch.no_grad()
+    def embed(self, windows: Tensor) -> Tensor:
+        """The hidden states [S, L, hidden] that windows [S, L] of token ids bring to the first layer.
+
+        Records on the way what each layer is called with: masks, positions and their embeddings. Raises
+        UsageError when these depend on the tokens, since one record could not serve all windows then.
+        """
+        decoder, layers = self.model.model, self.model.model.layers
+        outside = {name: part for name, part in decoder.named_children() if part is not layers}
+        for name, part in outside.items():
+            self._load(part, f"model.{name}", checkpoint_weights(self.checkpoint))
+        hidden: list[Tensor] = []
+        with _recording(layers) as calls:
+            for window in windows:
+                decoder(input_ids=window[None], use_cache=False)
+                first, seen = calls[0][0], [call for _, call in calls]
+                hidden.append(first)
+                if not self._calls:
+                    self._calls = seen
+                if not _same(self._calls, seen):
+                    raise UsageError(
+                        f"{self.checkpoint.path}: the layers of {self.checkpoint.architecture} are handed "
+                        "more than hidden states that depends on the tokens, which is not supported"
+                    )
+                calls.clear()
+        for part in outside.values():
+            part.to("meta")
+        return torch.cat(hidden)
+
+    @contextmanager
+    def layer(self, index: int, weights: Weights) -> Iterator[nn.Module]:
+        """Layer `index` with its weights in float32, released at the block's end.
+
+        Raises QtoolError naming a weight that is missing, of another shape, or NaN or infinite.
+        """
+        layer: nn.Module = self.model.model.layers[index]
+        self._load(layer, f"{PREFIX}.{index}", weights)
+        try:
+            yield layer
+        finally:
+            layer.to("meta")
+
+    @torch.no_grad()
+    def run(self, index: int, hidden: Tensor) -> Iterator[Tensor]:
+        """Run the loaded layer `index` on hidden states [S, L, hidden]: its output [1, L, hidden] for each
+        window in turn."""
+        layer, call = self.model.model.layers[index], self._calls[index]
+        for window in hidden:
+            output = layer(window[None], *call.args, **call.kwargs)
+            yield output[0] if isinstance(output, tuple) else output
+
+    def advance(self, index: int, hidden: Tensor) -> None:
+        """Replace the hidden states by what the loaded layer `index` makes of them, in place."""
+        for row, output in enumerate(self.run(index, hidden)):
+            hidden[row] = output[0]
+
+    def update(self, index: int, window: Tensor) -> Tensor:
+        """What the loaded layer `index` adds to the hidden states [L, hidden] of one window."""
+        output = next(self.run(index, window[None]))
+        return output[0] - window
+
+    def _load(self, part: nn.Module, prefix: str, weights: Weights) -> None:
+        persistent = set(part.state_dict())
+        for path, module in part.named_modules():
+            scope = f"{path}." if path else ""
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                value = _checked(f"{prefix}.{scope}{name}", parameter.shape, weights)
+                setattr(module, name, nn.Parameter(value, requires_grad=False))
+            buffers = list(module.named_buffers(recurse=False))
+            for name, buffer in buffers:
+                if f"{scope}{name}" in persistent:
+                    setattr(module, name, _checked(f"{prefix}.{scope}{name}", buffer.shape, weights))
+                else:
+                    setattr(module, name, torch.full_like(buffer, torch.nan, device="cpu"))
+            if buffers:
+                # The buffers that no checkpoint stores (rotary frequencies, say) are computed from the
+                # config here, as they are when transformers itself loads a model.
+                self.model._init_weights(module)
+            if any(bool(buffer.isnan().any()) for _, buffer in module.named_buffers(recurse=False)):
+                raise QtoolError(f"{prefix}.{path}: its buffers cannot be computed from the config")
+
+
+def _skeleton(checkpoint: Checkpoint) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.path)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    except (ValueError, KeyError, OSError) as error:
+        raise UsageError(f"{checkpoint.path}: transformers knows no such decoder ({error})") from error
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise UsageError(
+            f"{checkpoint.path}: {type(model).__name__} has no layers in {PREFIX}; "
+            "wanted a decoder-only architecture such as LlamaForCausalLM"
+        )
+    return model
+
+
+def _checked(name: str, shape: torch.Size, weights: Weights) -> Tensor:
+    value = weights(name).to(torch.float32, copy=True)
+    if value.shape != shape:
+        raise QtoolError(f"{name}: has shape {list(value.shape)}, wanted {list(shape)} as config.json says")
+    if not bool(value.isfinite().all()):
+        raise QtoolError(f"{name}: holds NaN or infinite weights; fetch or convert the checkpoint again")
+    return value
+
+
+@contextmanager
+def _recording(layers: nn.ModuleList) -> Iterator[list[tuple[Tensor, _Call]]]:
+    """Make each layer hand its input on unchanged, and record what it was called with."""
+    calls: list[tuple[Tensor, _Call]] = []
+
+    def record(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append((hidden_states, _Call(args, kwargs)))
+        return hidden_states
+
+    for layer in layers:
+        layer.forward = record
+    try:
+        yield calls
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or torch.equal(one, other)
+    if isinstance(one, _Call) and isinstance(other, _Call):
+        return _same([one.args, one.kwargs], [other.args, other.kwargs])
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return bool(one == other)

@@ -1,0 +1,101 @@
+"""What a linear sees: second moments and magnitudes of its input, gathered over calibration windows."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qtool.errors import QtoolError
+
+
+@dataclass(frozen=True)
+class InputStatistics:
+    """The input x [T, K] of a linear, summed up; every tensor float32.
+
+    second_moment [K, K] is ``xᵀx / T``; mean_abs [K] and max_abs [K] are of ``|x|``; tokens is T.
+    """
+
+    second_moment: Tensor
+    mean_abs: Tensor
+    max_abs: Tensor
+    tokens: int
+
+    def divided(self, scale: Tensor) -> "InputStatistics":
+        """The statistics of ``x / scale``, for positive scale [K]."""
+        return InputStatistics(
+            self.second_moment / (scale[:, None] * scale),
+            self.mean_abs / scale,
+            self.max_abs / scale,
+            self.tokens,
+        )
+
+    def output_power(self, weight: Tensor) -> float:
+        """Mean over tokens of ``|weight x|²``, exactly: ``tr(W H Wᵀ)`` for weight [N, K]."""
+        return float(((weight @ self.second_moment) * weight).sum(dtype=torch.float64))
+
+
+class _Sums:
+    def __init__(self, in_features: int) -> None:
+        self.second_moment = torch.zeros(in_features, in_features)
+        self.sum_abs = torch.zeros(in_features)
+        self.max_abs = torch.zeros(in_features)
+        self.tokens = 0
+
+    def add(self, x: Tensor) -> None:
+        magnitude = x.abs()
+        self.second_moment.addmm_(x.T, x)
+        self.sum_abs += magnitude.sum(0)
+        self.max_abs = torch.maximum(self.max_abs, magnitude.amax(0))
+        self.tokens += len(x)
+
+    def finish(self) -> InputStatistics:
+        tokens = self.tokens
+        return InputStatistics(self.second_moment / tokens, self.sum_abs / tokens, self.max_abs, tokens)
+
+
+class Collector:
+    """Sums up what linears see; those that read the same tensor share one sum."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, _Sums] = {}
+        self._leader: dict[str, str] = {}
+        self._latest: tuple[Tensor, str] | None = None
+
+    @contextmanager
+    def watching(self, linears: Mapping[str, nn.Linear]) -> Iterator[None]:
+        """Sum up the inputs of `linears` (by full name) while the block runs the model."""
+        hooks = [
+            linear.register_forward_pre_hook(lambda _, args, name=name: self._see(name, args[0]))
+            for name, linear in linears.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._latest = None
+
+    def _see(self, name: str, x: Tensor) -> None:
+        if self._latest is None or self._latest[0] is not x:
+            self._latest = (x, name)
+        leader = self._latest[1]
+        if self._leader.setdefault(name, leader) != leader:
+            raise QtoolError(
+                f"{name}: reads the input of {leader} on some windows only, which is not supported"
+            )
+        if leader != name:
+            return
+        if not bool(x.isfinite().all()):
+            raise QtoolError(
+                f"{name}: its input is NaN or infinite on the calibration text; check the weights"
+            )
+        if name not in self._sums:
+            self._sums[name] = _Sums(x.shape[-1])
+        self._sums[name].add(x.reshape(-1, x.shape[-1]))
+
+    def statistics(self) -> dict[str, InputStatistics]:
+        """What each watched linear saw; linears with the same input share the object."""
+        finished = {name: sums.finish() for name, sums in self._sums.items()}
+        return {name: finished[leader] for name, leader in self._leader.items()}

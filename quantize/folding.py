@@ -1,0 +1,73 @@
+"""Which norm or linear can absorb a channel scale, so that the graph does not change.
+
+Linears that read ``x`` may have their weight columns multiplied by s when x itself is divided by s; and x is
+divided by dividing the rows of the weight that made it: a norm's, or a linear's whose output reaches the
+readers channel by channel.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+_CANDIDATES = (
+    ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    ("self_attn.v_proj", ("self_attn.o_proj",)),
+    ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+    ("mlp.up_proj", ("mlp.down_proj",)),
+)
+_TOLERANCE = 1e-3
+"""Of what a layer adds to a token: float32 rounding stays far below, a wrong absorber far above."""
+
+
+@dataclass(frozen=True)
+class Absorber:
+    """A module of a layer, `source`, and all the linears that read what it makes; names within the layer."""
+
+    source: str
+    readers: tuple[str, ...]
+
+
+def absorbers(layer: nn.Module, update: Callable[[], Tensor]) -> list[Absorber]:
+    """The exact absorbers among the usual names that exist in `layer`, in the order of the forward pass.
+
+    Names promise little (one architecture's ``post_attention_layernorm`` feeds the MLP, another's the
+    residual; a norm's weight may stand for ``1 + weight``), so each is tried: `update` runs the layer and
+    gives what it adds to each token, [T, hidden], which must be the same after a trial fold.
+    """
+    parts = dict(layer.named_modules())
+    found = [
+        Absorber(source, readers)
+        for source, readers in _CANDIDATES
+        if all(name in parts for name in (source, *readers)) and _fits(parts[source], parts[readers[0]])
+    ]
+    if not found:
+        return []
+    expected = update()
+    return [absorber for absorber in found if _is_exact(layer, absorber, update, expected)]
+
+
+def _fits(source: nn.Module, reader: nn.Module) -> bool:
+    weight = getattr(source, "weight", None)
+    return isinstance(weight, Tensor) and isinstance(reader, nn.Linear) and len(weight) == reader.in_features
+
+
+def _is_exact(layer: nn.Module, absorber: Absorber, update: Callable[[], Tensor], expected: Tensor) -> bool:
+    in_features = len(layer.get_parameter(f"{absorber.source}.weight"))
+    # Powers of two, so that unfolding brings the weights back bit by bit.
+    scale = 2.0 ** (torch.arange(in_features) % 3 - 1)
+    fold(layer, absorber, scale)
+    difference = (update() - expected).norm(dim=-1)
+    fold(layer, absorber, 1 / scale)
+    return bool((difference <= _TOLERANCE * expected.norm(dim=-1)).all())
+
+
+@torch.no_grad()
+def fold(layer: nn.Module, absorber: Absorber, scale: Tensor) -> None:
+    """Multiply the readers' columns by scale [K] and divide the source by it, in place, in float32."""
+    source = layer.get_submodule(absorber.source)
+    for parameter in source.parameters(recurse=False):
+        parameter.div_(scale.view(-1, *[1] * (parameter.dim() - 1)))
+    for reader in absorber.readers:
+        layer.get_parameter(f"{reader}.weight").mul_(scale)

@@ -1,0 +1,76 @@
+"""AWQ: activation-aware weight quantization (Lin et al. 2023, arXiv:2306.00978, section 3.2).
+
+Input channels with large activations are scaled up before rounding, so that their weights lose less, and
+the inverse scale is folded into what comes before; then each group's range is searched. The error of a
+candidate is not sampled but exact: with H the second moment of the inputs, ``|ΔW x|²`` has the mean
+``tr(ΔW H ΔWᵀ)``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtool.calibrate.statistics import InputStatistics
+from qtool.core.qtensor import QuantizedTensor
+from qtool.core.recipe import Awq
+from qtool.core.schemes import IntScheme
+from qtool.quantize.methods.clip import search_clip
+from qtool.quantize.methods.grid import fit_grid
+
+_LEAST = 1e-4
+"""Channels that see (almost) nothing are treated as seeing this share of the largest."""
+
+
+@dataclass(frozen=True)
+class ChannelScale:
+    """scale [K]: weight columns are multiplied by it, inputs divided. alpha is the exponent it came from."""
+
+    scale: Tensor
+    alpha: float
+
+
+def search_scale(
+    weights: Sequence[Tensor],
+    statistics: InputStatistics,
+    schemes: Sequence[IntScheme],
+    options: Awq,
+    dtype: torch.dtype,
+) -> ChannelScale:
+    """The scale for all linears that share an input: weights [N_i, K], each with its scheme.
+
+    Tries ``mean|x|^alpha`` and ``mean|x|^alpha / max|w|^(1 - alpha)`` for alpha in [0, 1), normalised, and
+    keeps the least summed output error. alpha 0 of the first is no scaling, so the result never loses
+    against rounding to nearest on the calibration inputs.
+    """
+    magnitude = _floored(statistics.mean_abs)
+    largest = _floored(torch.stack([weight.abs().amax(0) for weight in weights]).amax(0))
+    best, best_error = ChannelScale(torch.ones_like(magnitude), 0.0), torch.inf
+    for step in range(options.grid):
+        alpha = step / options.grid
+        for candidate in (magnitude**alpha, magnitude**alpha / largest ** (1 - alpha)):
+            scale = candidate / (candidate.max() * candidate.min()).sqrt()
+            error = 0.0
+            for weight, scheme in zip(weights, schemes, strict=True):
+                scaled = weight * scale
+                rounded = fit_grid(scaled, scheme, dtype).fake_quantize(scaled)
+                error += statistics.output_power(rounded / scale - weight)
+            if error < best_error:
+                best, best_error = ChannelScale(scale, alpha), error
+    return best
+
+
+def _floored(magnitude: Tensor) -> Tensor:
+    largest = magnitude.max()
+    return magnitude.clamp(min=float(largest) * _LEAST) if largest > 0 else torch.ones_like(magnitude)
+
+
+def awq(
+    weight: Tensor, statistics: InputStatistics, scheme: IntScheme, options: Awq, dtype: torch.dtype
+) -> tuple[QuantizedTensor, float]:
+    """Quantize a weight [N, K] that already carries its channel scale; its mean clip ratio beside it."""
+    if not options.clip:
+        return fit_grid(weight, scheme, dtype).quantize(weight), 1.0
+    ratio = search_clip(weight, scheme, dtype, statistics.second_moment)
+    return fit_grid(weight, scheme, dtype, ratio).quantize(weight), float(ratio.mean())

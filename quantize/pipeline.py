@@ -1,0 +1,178 @@
+"""Quantize a checkpoint by a recipe, layer by layer, each seeing what the quantized layers before it make."""
+
+import hashlib
+import json
+import resource
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qtool.calibrate.layers import PREFIX, LayerRunner, checkpoint_weights
+from qtool.calibrate.statistics import Collector
+from qtool.calibrate.text import digest, load_records
+from qtool.calibrate.windows import calibration_windows, load_tokenizer
+from qtool.core.checkpoint import COMPANIONS, Checkpoint
+from qtool.core.files import refuse_existing, sha256
+from qtool.core.formats import compressed_tensors
+from qtool.core.manifest import LinearRecord, Manifest, versions
+from qtool.core.recipe import Recipe
+from qtool.errors import QtoolError, UsageError
+from qtool.quantize.layer import QuantizedLayer, quantize_layer
+from qtool.quantize.plan import Assignment, assign
+from qtool.quantize.progress import Report, silent
+from qtool.quantize.work import WorkFolder, lazy, work_folder
+from qtool.quantize.writing import write_weights
+
+_SHARD_BYTES = 4_000_000_000
+_COMPUTED = "rotary_emb.inv_freq"
+"""Stored by old checkpoints, computed from the config by today's engines."""
+
+
+def quantize_checkpoint(
+    checkpoint: Path,
+    recipe: Recipe,
+    output: Path,
+    *,
+    progress: Report = silent,
+    shard_bytes: int = _SHARD_BYTES,
+) -> Manifest:
+    """Quantize the checkpoint folder as `recipe` says and write a new one at `output`.
+
+    Memory holds a layer or two and the windows' hidden states, never the whole model. Finished layers wait
+    in ``OUTPUT.partial``, so the same call after a crash resumes there and ends with the same bytes; `output`
+    appears whole, at the end. Raises UsageError for a recipe that does not fit the model, an output that
+    exists or is being written by another run, and QtoolError for a damaged checkpoint or a full disk.
+    """
+    started = time.monotonic()
+    refuse_existing(output)
+    source = Checkpoint(checkpoint)
+    if source.format is not None:
+        raise UsageError(f"{checkpoint}: is quantized already; name the checkpoint that it was made from")
+    runner = LayerRunner(source)
+    assigned = _assign(recipe, runner)
+    windows, text_digest = _windows(source, recipe)
+    inputs = {path.name: sha256(path) for path in source.files} | {recipe.calibration.dataset: text_digest}
+    with work_folder(output, _fingerprint(recipe, inputs)) as work:
+        records = _run_layers(runner, windows, assigned, work, progress)
+        folder = work.new_checkpoint()
+        _write_checkpoint(runner, assigned, work, folder, shard_bytes)
+        manifest = Manifest(
+            recipe=recipe,
+            inputs=inputs,
+            outputs={path.name: sha256(path) for path in sorted(folder.iterdir())},
+            versions=versions(),
+            seed=recipe.calibration.seed,
+            linears=records,
+            seconds=time.monotonic() - started,
+            peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
+        manifest.save(folder)
+        work.finish(folder)
+    return manifest
+
+
+def _assign(recipe: Recipe, runner: LayerRunner) -> dict[str, Assignment]:
+    linears = {name: linear.in_features for name, linear in runner.linears().items()}
+    assigned = assign(recipe.quantization, linears)
+    outside = [module for module in assigned if not module.startswith(f"{PREFIX}.")]
+    if outside:
+        raise UsageError(
+            f"quantization.rules: {outside[0]} lies outside {PREFIX} and stays in full precision; "
+            f"add {outside[0]!r} to quantization.keep"
+        )
+    return assigned
+
+
+def _windows(source: Checkpoint, recipe: Recipe) -> tuple[Tensor, str]:
+    calibration = recipe.calibration
+    longest = source.config.get("max_position_embeddings")
+    if longest is not None and calibration.seq_len > longest:
+        raise UsageError(
+            f"calibration.seq_len {calibration.seq_len} is beyond the model's {longest} positions; lower it"
+        )
+    records = load_records(calibration.dataset)
+    return calibration_windows(load_tokenizer(source.path), records, calibration), digest(records)
+
+
+def _fingerprint(recipe: Recipe, inputs: Mapping[str, str]) -> str:
+    everything = {"recipe": recipe.model_dump(mode="json"), "inputs": dict(inputs), "versions": versions()}
+    return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+
+
+def _run_layers(
+    runner: LayerRunner,
+    windows: Tensor,
+    assigned: Mapping[str, Assignment],
+    work: WorkFolder,
+    progress: Report,
+) -> dict[str, LinearRecord]:
+    """Finish every layer that `work` does not hold yet; the records of all of them."""
+    hidden = runner.embed(windows)
+    records: dict[str, LinearRecord] = {}
+    for index in range(len(runner)):
+        if not work.has(index):
+            work.save(index, _quantize_layer(runner, index, hidden, assigned))
+        finished = work.records(index)
+        records |= finished
+        with runner.layer(index, work.weights(index, assigned)):
+            runner.advance(index, hidden)
+        sqnr = [record.sqnr_db for record in finished.values()]
+        progress(index + 1, len(runner), sum(sqnr) / len(sqnr) if sqnr else None)
+    return records
+
+
+def _quantize_layer(
+    runner: LayerRunner, index: int, hidden: Tensor, assigned: Mapping[str, Assignment]
+) -> QuantizedLayer:
+    prefix = f"{PREFIX}.{index}"
+    chosen = {module: one for module, one in assigned.items() if module.startswith(f"{prefix}.")}
+    with runner.layer(index, checkpoint_weights(runner.checkpoint)) as layer:
+        dtypes = _stored_dtypes(runner.checkpoint, prefix, set(layer.state_dict()))
+        collector = Collector()
+        linears = runner.linears()
+        with collector.watching({module: linears[module] for module in chosen}):
+            for _ in runner.run(index, hidden):
+                pass
+        statistics = collector.statistics()
+        unseen = next((module for module in chosen if module not in statistics), None)
+        if unseen is not None:
+            raise QtoolError(
+                f"{unseen}: saw no token of the calibration text; calibrate on more, or other, text"
+            )
+        return quantize_layer(
+            prefix, layer, chosen, statistics, dtypes, lambda: runner.update(index, hidden[0])
+        )
+
+
+def _stored_dtypes(source: Checkpoint, prefix: str, known: set[str]) -> dict[str, torch.dtype]:
+    """The dtype of every tensor that the checkpoint holds of a layer; QtoolError for one the layer lacks."""
+    names = [name for name in source if name.startswith(f"{prefix}.") and not name.endswith(_COMPUTED)]
+    for name in names:
+        if name.removeprefix(f"{prefix}.") not in known:
+            raise QtoolError(f"{source.path}: holds {name}, which {source.architecture} does not have")
+    return {name: source.tensor(name).dtype for name in names}
+
+
+def _write_checkpoint(
+    runner: LayerRunner,
+    assigned: Mapping[str, Assignment],
+    work: WorkFolder,
+    folder: Path,
+    shard_bytes: int,
+) -> None:
+    source = runner.checkpoint
+    tensors = [lazy(name, source.tensor) for name in sorted(source) if not name.startswith(f"{PREFIX}.")]
+    for index in range(len(runner)):
+        tensors += work.tensors(index)
+    write_weights(folder, tensors, shard_bytes)
+    dense = [module for module in runner.linears() if module not in assigned]
+    schemes = {module: one.scheme for module, one in assigned.items()}
+    config = source.config | {"quantization_config": compressed_tensors.config(schemes, dense)}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name in COMPANIONS:
+        if (source.path / name).is_file():
+            shutil.copyfile(source.path / name, folder / name)

@@ -1,0 +1,128 @@
+"""The folder ``OUTPUT.partial`` beside an output, where finished layers wait until all are done."""
+
+import fcntl
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from qtool.calibrate.layers import Weights
+from qtool.core.checkpoint import read_json
+from qtool.core.files import refuse_existing, write_text
+from qtool.core.formats.compressed_tensors import decode
+from qtool.core.manifest import LinearRecord
+from qtool.errors import QtoolError, UsageError
+from qtool.quantize.layer import QuantizedLayer
+from qtool.quantize.plan import Assignment
+from qtool.quantize.writing import LazyTensor, write_safetensors
+
+_STATE = "state.json"
+_RECORDS = "linears"
+
+
+@contextmanager
+def work_folder(output: Path, fingerprint: str) -> Iterator["WorkFolder"]:
+    """Open or take up again the work on `output`, for this process alone.
+
+    `fingerprint` stands for everything that decides the result. Raises UsageError when `output` exists, when
+    the folder was begun with another fingerprint, or while another run holds it; QtoolError when the disk
+    refuses. The folder stays when the block fails, and goes with `WorkFolder.finish`.
+    """
+    refuse_existing(output)
+    path = output.absolute().with_name(f"{output.name}.partial")
+    try:
+        path.mkdir(exist_ok=True)
+        with (path / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UsageError(f"{path}: another run is working there; wait for it") from error
+            _check_state(path, fingerprint)
+            yield WorkFolder(path, output)
+    except OSError as error:
+        raise QtoolError(
+            f"{path}: cannot be written ({error.strerror or error}); {output} was left alone. Make room, "
+            "then give the same command: it resumes from the last finished layer"
+        ) from error
+
+
+def _check_state(path: Path, fingerprint: str) -> None:
+    if not (path / _STATE).exists():
+        write_text(path / _STATE, json.dumps({"sha256": fingerprint}))
+    elif read_json(path / _STATE).get("sha256") != fingerprint:
+        raise UsageError(
+            f"{path}: was begun with another recipe, checkpoint, text or version; "
+            "remove the folder to start anew"
+        )
+
+
+class WorkFolder:
+    """Finished layers, one safetensors file each, whole or absent."""
+
+    def __init__(self, path: Path, output: Path) -> None:
+        self._path = path
+        self._output = output
+
+    def _part(self, index: int) -> Path:
+        return self._path / f"layer-{index:05}.safetensors"
+
+    def has(self, index: int) -> bool:
+        """Whether layer `index` is finished."""
+        return self._part(index).exists()
+
+    def save(self, index: int, layer: QuantizedLayer) -> None:
+        """Keep a finished layer."""
+        records = {name: record.model_dump() for name, record in layer.records.items()}
+        tensors = [lazy(name, layer.tensors.__getitem__) for name in layer.tensors]
+        temporary = self._path / "layer.writing"
+        write_safetensors(temporary, tensors, {_RECORDS: json.dumps(records)})
+        temporary.replace(self._part(index))
+
+    def records(self, index: int) -> dict[str, LinearRecord]:
+        """What was done to the linears of a finished layer, by full name."""
+        records = json.loads(self._open(index).metadata()[_RECORDS])
+        return {name: LinearRecord(**record) for name, record in records.items()}
+
+    def weights(self, index: int, assigned: Mapping[str, Assignment]) -> Weights:
+        """The weights of a finished layer as an engine will see them."""
+        part = self._open(index)
+
+        def read(name: str) -> Tensor:
+            module = name.removesuffix(".weight")
+            if module in assigned:
+                return decode(module, assigned[module].scheme, part.get_tensor).dequantize()
+            tensor: Tensor = part.get_tensor(name)
+            return tensor
+
+        return read
+
+    def tensors(self, index: int) -> list[LazyTensor]:
+        """The stored tensors of a finished layer."""
+        part = self._open(index)
+        return [lazy(name, part.get_tensor) for name in sorted(part.keys())]
+
+    def _open(self, index: int) -> Any:
+        return safe_open(self._part(index), framework="pt")
+
+    def new_checkpoint(self) -> Path:
+        """An empty folder for the whole checkpoint."""
+        folder = self._path / "checkpoint"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        return folder
+
+    def finish(self, checkpoint: Path) -> None:
+        """Rename the whole checkpoint to the output, and clean up."""
+        checkpoint.rename(self._output)
+        shutil.rmtree(self._path, ignore_errors=True)
+
+
+def lazy(name: str, get_tensor: Callable[[str], Tensor]) -> LazyTensor:
+    """A stored tensor, whose header is read now and whose numbers later."""
+    tensor = get_tensor(name)
+    return LazyTensor(name, tensor.dtype, tuple(tensor.shape), lambda: get_tensor(name))

@@ -1,0 +1,96 @@
+"""Write safetensors files of any size one tensor at a time."""
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qtool.core.checkpoint import INDEX, SINGLE
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor to be written, read only when its turn comes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_safetensors(path: Path, tensors: Sequence[LazyTensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file at `path`, in one pass, holding one tensor in memory at a time.
+
+    Wide dtypes come first, so that every tensor lies aligned; names decide after that, so the same tensors
+    give the same bytes.
+    """
+    ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+    header: dict[str, object] = {"__metadata__": metadata}
+    offset = 0
+    for tensor in ordered:
+        header[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.size],
+        }
+        offset += tensor.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in ordered:
+            file.write(tensor.read().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def write_weights(folder: Path, tensors: Sequence[LazyTensor], shard_bytes: int) -> None:
+    """Write a model's weights into `folder`: one file, or shards of at most `shard_bytes` with their index.
+
+    A tensor larger than that gets a shard of its own.
+    """
+    metadata = {"format": "pt"}
+    shards = list(_shards(tensors, shard_bytes))
+    if len(shards) == 1:
+        write_safetensors(folder / SINGLE, shards[0], metadata)
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_safetensors(folder / name, shard, metadata)
+        weight_map |= {tensor.name: name for tensor in shard}
+    index = {"metadata": {"total_size": sum(tensor.size for tensor in tensors)}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards(tensors: Sequence[LazyTensor], shard_bytes: int) -> Iterator[list[LazyTensor]]:
+    shard: list[LazyTensor] = []
+    size = 0
+    for tensor in tensors:
+        if shard and size + tensor.size > shard_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(tensor)
+        size += tensor.size
+    yield shard
