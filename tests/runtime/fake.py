@@ -1,0 +1,79 @@
+"""An engine whose logits are a function of the whole prefix, read back through the block table.
+
+A wrong block table, position, past length or stale block changes the prefix it sees, and so the tokens.
+"""
+
+import threading
+import zlib
+
+import numpy as np
+
+from qtool.runtime.engines.contract import Floats, Step
+
+EMPTY = -1
+
+
+class FakeEngine:
+    """Keeps token ids where a model keeps keys and values."""
+
+    def __init__(
+        self, num_blocks: int = 16, block_size: int = 4, vocab_size: int = 320, max_context: int = 256
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.max_context = max_context
+        self.pool = np.full((num_blocks, block_size), EMPTY, np.int64)
+        self.num_steps = 0
+        self.fail_at: int | None = None
+        """The step that raises, counted from 0."""
+        self.gate = threading.Event()
+        """Steps wait while it is clear."""
+        self.gate.set()
+
+    def run(self, step: Step) -> Floats:
+        """Store the new tokens, and give logits seeded by each wanted row's prefix."""
+        assert self.gate.wait(timeout=60)
+        if self.num_steps == self.fail_at:
+            raise RuntimeError("the fake engine was told to fail")
+        self.num_steps += 1
+        assert step.new_lens.sum() == len(step.token_ids) == len(step.positions)
+        assert (step.new_lens > 0).all()
+        written: set[int] = set()
+        prefixes: list[np.ndarray] = []
+        start = 0
+        for past, new, table in zip(step.past_lens, step.new_lens, step.block_tables, strict=True):
+            assert len(table) * self.block_size >= past + new
+            assert step.positions[start : start + new].tolist() == list(range(past, past + new))
+            slots = np.asarray(table)
+            rows = slots[np.arange(past, past + new) // self.block_size]
+            assert written.isdisjoint(rows.tolist()), "two sequences write to one block"
+            written |= set(rows.tolist())
+            self.pool[rows, np.arange(past, past + new) % self.block_size] = step.token_ids[
+                start : start + new
+            ]
+            whole = self.pool[slots].reshape(-1)[: past + new]
+            prefixes += [whole[: past + offset + 1] for offset in range(new)]
+            start += new
+        return (
+            np.stack([self.logits(prefixes[row]) for row in step.logit_rows])
+            if len(step.logit_rows)
+            else np.empty((0, self.vocab_size), np.float32)
+        )
+
+    def logits(self, prefix: np.ndarray) -> Floats:
+        """Logits [V] that a prefix gives, the same in every process."""
+        seed = zlib.crc32(np.asarray(prefix, np.int64).tobytes())
+        return np.random.default_rng(seed).normal(0, 3, self.vocab_size).astype(np.float32)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy a block's tokens."""
+        self.pool[target] = self.pool[source]
+
+
+def greedy(engine: FakeEngine, prompt: list[int], num_tokens: int) -> list[int]:
+    """The greedy continuation, computed without any runtime."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(engine.logits(np.array(tokens)).argmax()))
+    return tokens[len(prompt) :]

@@ -1,0 +1,242 @@
+"""The engine loop over an engine that sees every mistake in a block table."""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qtool.runtime.engines.contract import Engine
+from qtool.runtime.loop import EngineLoop, NotAdmittingError, Output
+from qtool.runtime.request import ParameterError, SamplingParams
+from qtool.runtime.scheduler import SchedulerConfig
+from tests.runtime.fake import FakeEngine, greedy
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+
+
+class Sink:
+    """Collects outputs; `until` waits for a condition on them."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, list[Output]] = defaultdict(list)
+        self._changed = threading.Condition()
+
+    def deliver(self, outputs: Sequence[Output]) -> None:
+        with self._changed:
+            for output in outputs:
+                self.outputs[output.request_id].append(output)
+            self._changed.notify_all()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, timeout=30)
+
+    def result(self, request_id: int) -> list[int | None]:
+        """The tokens of a request once it has ended."""
+        self.until(lambda: self.ended(request_id))
+        return [output.token for output in self.outputs[request_id]]
+
+    def ended(self, request_id: int) -> bool:
+        outputs = self.outputs[request_id]
+        return bool(outputs) and (outputs[-1].finish_reason or outputs[-1].error) is not None
+
+
+@contextmanager
+def running(engine: Engine, seqs: int = 8, budget: int = 64) -> Iterator[tuple[EngineLoop, Sink]]:
+    sink = Sink()
+    loop = EngineLoop(engine, SchedulerConfig(seqs, budget), sink.deliver)
+    loop.start()
+    try:
+        yield loop, sink
+    finally:
+        loop.stop()
+        assert loop.join(10)
+
+
+def generate(
+    engine: FakeEngine,
+    requests: Sequence[tuple[list[int], SamplingParams]],
+    seqs: int = 8,
+    budget: int = 64,
+) -> tuple[list[list[int]], int]:
+    """Answers to requests that all arrive at once, without threads; and how often one was preempted."""
+    answers: dict[int, list[int]] = defaultdict(list)
+    loop = EngineLoop(engine, SchedulerConfig(seqs, budget), lambda _: None)
+    ids = [loop.submit(prompt, params) for prompt, params in requests]
+    loop._receive()
+    while loop._sequences:
+        for output in loop.step():
+            assert output.token is not None
+            answers[output.request_id].append(output.token)
+    assert loop.stats().num_free_blocks == engine.num_blocks
+    return [answers[request_id] for request_id in ids], loop.stats().num_preemptions
+
+
+def prompts(count: int, seed: int = 0, longest: int = 20) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(3, 320, generator.integers(1, longest)).tolist() for _ in range(count)]
+
+
+def test_batched_chunked_and_preempted_answers_are_those_of_each_prompt_alone() -> None:
+    asked = [(prompt, GREEDY) for prompt in prompts(9)]
+    wanted = [greedy(FakeEngine(), prompt, 12) for prompt, _ in asked]
+    roomy = FakeEngine(num_blocks=200)
+    assert generate(roomy, asked) == (wanted, 0)
+    assert generate(roomy, asked, seqs=3, budget=5)[0] == wanted
+    answers, preemptions = generate(FakeEngine(num_blocks=9), asked, budget=9)
+    assert answers == wanted
+    assert preemptions > 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    count=st.integers(1, 7),
+    num_blocks=st.integers(8, 30),
+    block_size=st.integers(4, 7),
+    seqs=st.integers(1, 6),
+    spare=st.integers(0, 20),
+)
+def test_seeded_answers_depend_on_nothing_but_the_request(
+    seed: int, count: int, num_blocks: int, block_size: int, seqs: int, spare: int
+) -> None:
+    asked = [
+        (prompt, SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=number))
+        for number, prompt in enumerate(prompts(count, seed))
+    ]
+    alone = [generate(FakeEngine(64), [one])[0][0] for one in asked]
+    together, _ = generate(FakeEngine(num_blocks, block_size), asked, seqs, seqs + spare)
+    assert together == alone
+
+
+def test_the_same_seed_repeats_and_another_differs() -> None:
+    def answer(seed: int) -> list[int]:
+        return generate(FakeEngine(), [([5, 6], SamplingParams(seed=seed))])[0][0]
+
+    assert answer(1) == answer(1) != answer(2)
+
+
+def test_a_stop_token_ends_the_sequence_with_reason_stop() -> None:
+    third = greedy(FakeEngine(), [7, 8], 3)[-1]
+    with running(FakeEngine()) as (loop, sink):
+        params = SamplingParams(max_tokens=12, temperature=0, stop_token_ids=frozenset({third}))
+        request = loop.submit([7, 8], params)
+        assert sink.result(request) == greedy(FakeEngine(), [7, 8], 3)
+        assert sink.outputs[request][-1].finish_reason == "stop"
+
+
+def test_requests_from_many_threads_are_all_answered() -> None:
+    asked = prompts(24, seed=3)
+    found: dict[int, list[int | None]] = {}
+    with running(FakeEngine(num_blocks=20)) as (loop, sink):
+
+        def ask(number: int) -> None:
+            found[number] = sink.result(loop.submit(asked[number], GREEDY))
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(asked))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert found == {number: greedy(FakeEngine(), prompt, 12) for number, prompt in enumerate(asked)}
+
+
+def test_a_cancelled_request_computes_no_further_step_and_frees_its_blocks() -> None:
+    engine = FakeEngine()
+    with running(engine) as (loop, sink):
+        request = loop.submit([1, 2, 3], SamplingParams(max_tokens=200 - 150, temperature=0))
+        sink.until(lambda: len(sink.outputs[request]) >= 3)
+        engine.gate.clear()
+        loop.cancel(request)
+        steps = engine.num_steps
+        engine.gate.set()
+        other = loop.submit([4], SamplingParams(max_tokens=1, temperature=0))
+        sink.result(other)
+        # At most the step in flight and the one for the other request.
+        assert engine.num_steps <= steps + 2
+        _wait(lambda: loop.stats().num_free_blocks == engine.num_blocks)
+        assert not sink.ended(request)
+        loop.cancel(request)
+        loop.cancel(other)
+        loop.cancel(12345)
+        assert sink.result(loop.submit([4], GREEDY)) == greedy(FakeEngine(), [4], 12)
+
+
+def test_an_engine_failure_fails_every_request_and_refuses_new_ones() -> None:
+    engine = FakeEngine()
+    engine.fail_at = 2
+    with running(engine, seqs=2) as (loop, sink):
+        engine.gate.clear()
+        requests = [loop.submit(prompt, GREEDY) for prompt in prompts(5)]
+        engine.gate.set()
+        for request in requests:
+            sink.result(request)
+            assert sink.outputs[request][-1].error == (
+                "the engine failed: RuntimeError: the fake engine was told to fail"
+            )
+        with pytest.raises(NotAdmittingError, match="the engine failed"):
+            loop.submit([1], GREEDY)
+        assert loop.stats().num_free_blocks == engine.num_blocks
+
+
+def test_logits_that_are_not_finite_fail_one_request_and_no_other() -> None:
+    class Broken(FakeEngine):
+        def logits(self, prefix: np.ndarray) -> np.ndarray:
+            row = super().logits(prefix)
+            if prefix[0] == 9:
+                row[3] = np.nan
+            return row
+
+    with running(Broken()) as (loop, sink):
+        bad, good = loop.submit([9, 9], GREEDY), loop.submit([8, 8], GREEDY)
+        assert sink.result(good) == greedy(FakeEngine(), [8, 8], 12)
+        assert sink.result(bad) == [None]
+        assert sink.outputs[bad][-1].error == "the model gave logits that are not finite"
+        assert sink.result(loop.submit([8], GREEDY)) == greedy(FakeEngine(), [8], 12)
+
+
+def test_draining_finishes_what_was_admitted_and_nothing_else() -> None:
+    engine = FakeEngine()
+    with running(engine, seqs=2) as (loop, sink):
+        engine.gate.clear()
+        requests = [loop.submit(prompt, GREEDY) for prompt in prompts(5)]
+        loop.drain()
+        with pytest.raises(NotAdmittingError, match="shutting down"):
+            loop.submit([1], GREEDY)
+        engine.gate.set()
+        assert loop.join(20)
+        answers = [sink.result(request) for request in requests]
+    assert answers == [greedy(FakeEngine(), prompt, 12) for prompt in prompts(5)]
+
+
+def test_stopping_fails_what_has_not_finished() -> None:
+    engine = FakeEngine()
+    with running(engine) as (loop, sink):
+        engine.gate.clear()
+        request = loop.submit([1], GREEDY)
+        loop.stop()
+        engine.gate.set()
+        assert loop.join(20)
+        sink.result(request)
+        assert "stopped before" in str(sink.outputs[request][-1].error)
+
+
+def test_a_request_that_can_never_fit_is_refused_where_it_is_submitted() -> None:
+    with running(FakeEngine(num_blocks=4, block_size=4)) as (loop, _):
+        with pytest.raises(ParameterError, match="the KV cache holds 16 tokens"):
+            loop.submit([1] * 5, GREEDY)
+        with pytest.raises(ParameterError, match="prompt: is empty"):
+            loop.submit([], GREEDY)
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)

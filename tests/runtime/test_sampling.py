@@ -1,0 +1,126 @@
+"""Sampling against the definitions, and against the distribution it should follow."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qtool.runtime.request import SamplingParams
+from qtool.runtime.sampling import NO_TOKEN, distribution, sample
+
+
+def logits(vocab_size: int = 37, seed: int = 0, spread: float = 2.0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, spread, vocab_size).astype(np.float32)
+
+
+def expected(row: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """Probabilities [V], straight from the definitions: sort everything, in float64."""
+    scaled = row.astype(np.float64) / temperature
+    probabilities = np.exp(scaled - scaled.max())
+    probabilities /= probabilities.sum()
+    ranked = sorted(range(len(row)), key=lambda token: (-probabilities[token], token))
+    kept = ranked[: top_k or None]
+    total, nucleus = sum(probabilities[kept]), []
+    for token in kept:
+        nucleus.append(token)
+        if sum(probabilities[nucleus]) >= top_p * total:
+            break
+    result = np.zeros_like(probabilities)
+    result[nucleus] = probabilities[nucleus] / probabilities[nucleus].sum()
+    return result
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    temperature=st.sampled_from([0.1, 0.7, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 2, 5, 36, 37, 1000]),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
+)
+def test_the_distribution_is_the_one_defined(seed: int, temperature: float, top_k: int, top_p: float) -> None:
+    row = logits(seed=seed)
+    drawn = distribution(row, SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p))
+    dense = np.zeros(len(row))
+    dense[drawn.token_ids] = drawn.probabilities
+    # float32 weights: a relative error of 1e-6 is a few units in the last place after exp.
+    np.testing.assert_allclose(dense, expected(row, temperature, top_k, top_p), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.5, 5, 1.0), (1.0, 0, 0.8), (1.2, 9, 0.9)],
+)
+def test_tokens_follow_the_distribution(temperature: float, top_k: int, top_p: float) -> None:
+    num_draws, row = 40_000, logits()
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=3)
+    generator = params.generator()
+    drawn = [sample(row[None], [params], [generator])[0] for _ in range(num_draws)]
+    counts = np.bincount(drawn, minlength=len(row))
+    wanted = expected(row, temperature, top_k, top_p) * num_draws
+    assert counts[wanted == 0].sum() == 0
+    kept = wanted > 0
+    statistic = ((counts[kept] - wanted[kept]) ** 2 / wanted[kept]).sum()
+    freedom = kept.sum() - 1
+    # Mean k, variance 2k: five standard deviations are never met by chance with this seed fixed.
+    assert statistic < freedom + 5 * np.sqrt(2 * freedom)
+
+
+def test_greedy_and_top_k_of_one_take_the_first_of_equal_logits() -> None:
+    row = np.array([[1, 4, 4, 0, 4]], np.float32)
+    for params in (SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(top_p=0.01)):
+        assert sample(row, [params], [params.generator()]) == [1]
+
+
+def test_top_k_keeps_exactly_k_of_equal_logits_the_lowest_ids_first() -> None:
+    kept = distribution(np.zeros(9, np.float32), SamplingParams(top_k=4)).token_ids
+    assert kept.tolist() == [0, 1, 2, 3]
+
+
+def test_the_nucleus_is_the_smallest_set_that_reaches_top_p() -> None:
+    row = np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
+    sizes = {
+        top_p: len(distribution(row, SamplingParams(top_p=top_p)).token_ids) for top_p in (0.49, 0.74, 0.8)
+    }
+    assert sizes == {0.49: 1, 0.74: 2, 0.8: 3}
+
+
+def test_a_row_gets_the_same_token_whatever_else_is_in_the_batch() -> None:
+    params = SamplingParams(temperature=0.9, top_p=0.9, seed=11)
+    alone = sample(logits()[None], [params], [params.generator()])
+    others = [SamplingParams(seed=1), SamplingParams(temperature=0), SamplingParams(top_k=3, seed=2)]
+    batch = np.stack([logits(seed=5), logits(seed=6), logits(), logits(seed=7)])
+    mixed = [others[0], others[1], params, others[2]]
+    assert sample(batch, mixed, [each.generator() for each in mixed])[2] == alone[0]
+
+
+def test_a_greedy_row_takes_nothing_from_its_generator() -> None:
+    params = SamplingParams(temperature=0, seed=4)
+    generator = params.generator()
+    sample(logits()[None], [params], [generator])
+    assert generator.random() == params.generator().random()
+
+
+def test_extreme_logits_and_temperatures_neither_overflow_nor_draw_the_impossible() -> None:
+    row = np.array([[-np.inf, 3e38, -3e38, 0]], np.float32)
+    for temperature in (1e-30, 1.0, 1e30):
+        params = SamplingParams(temperature=temperature, seed=0)
+        assert sample(row, [params], [params.generator()])[0] in ({1} if temperature < 1e30 else {1, 2, 3})
+
+
+def test_the_ends_of_the_unit_interval_draw_tokens_of_positive_probability() -> None:
+    drawn = distribution(np.array([-np.inf, 0, 0, -np.inf], np.float32), SamplingParams())
+    assert [drawn.draw(0.0), drawn.draw(np.nextafter(1, 0))] == [1, 2]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_row_that_is_not_finite_has_no_token(bad: float) -> None:
+    rows = np.stack([logits(), logits()])
+    rows[0, 5] = bad
+    params = [SamplingParams(temperature=0), SamplingParams(temperature=0)]
+    tokens = sample(rows, params, [each.generator() for each in params])
+    assert tokens == [NO_TOKEN, int(rows[1].argmax())]
+    assert sample(np.full((1, 3), -np.inf, np.float32), params[:1], [params[0].generator()]) == [NO_TOKEN]
+
+
+def test_no_rows_give_no_tokens() -> None:
+    assert sample(np.empty((0, 37), np.float32), [], []) == []
