@@ -111,6 +111,7 @@ def _run_layers(
     progress: Report,
 ) -> dict[str, LinearRecord]:
     """Finish every layer that `work` does not hold yet; the records of all of them."""
+    progress(0, len(runner), None)
     hidden = runner.embed(windows)
     records: dict[str, LinearRecord] = {}
     for index in range(len(runner)):

@@ -7,7 +7,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Report = Callable[[int, int, float | None], None]
-"""Called after each layer: layers done, layers in all, the layer's mean SQNR in dB (None: all dense)."""
+"""Called at the start and after each layer: layers done, layers in all, the layer's mean SQNR in dB.
+
+None in place of the SQNR: no layer yet, or all of it stays in full precision.
+"""
 
 
 def silent(done: int, total: int, sqnr_db: float | None) -> None:
@@ -24,11 +27,16 @@ def layer_bar() -> Iterator[Report]:
         TextColumn("{task.fields[sqnr]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("layers", total=None, sqnr="")
+    bar = Progress(*columns, console=Console(stderr=True))
+    task = bar.add_task("layers", total=None, sqnr="")
 
-        def report(done: int, total: int, sqnr_db: float | None) -> None:
-            sqnr = "" if sqnr_db is None else f"SQNR {sqnr_db:.1f} dB"
-            bar.update(task, completed=done, total=total, sqnr=sqnr)
+    def report(done: int, total: int, sqnr_db: float | None) -> None:
+        sqnr = "" if sqnr_db is None else f"SQNR {sqnr_db:.1f} dB"
+        bar.update(task, completed=done, total=total, sqnr=sqnr)
+        bar.start()
 
+    try:
         yield report
+    finally:
+        if bar.live.is_started:  # a run that is refused shows its error alone
+            bar.stop()

@@ -1,0 +1,45 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Qtool
+
+
+def test_compile_prints_the_engine_folder(qtool: Qtool, tiny: Path, tmp_path: Path) -> None:
+    output = tmp_path / "engine"
+    ended = qtool("compile", tiny, "--target", "reference", "-o", output)
+    assert (ended.code, ended.out) == (0, f"{output}\n"), ended.err
+    assert (output / "engine.json").is_file()
+
+
+def test_an_unknown_architecture_is_named(qtool: Qtool, tiny_copy: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_copy / "config.json").read_text())
+    config["architectures"] = ["NovelForCausalLM"]
+    (tiny_copy / "config.json").write_text(json.dumps(config))
+    ended = qtool("compile", tiny_copy, "--target", "reference", "-o", tmp_path / "engine")
+    assert (ended.code, ended.out) == (1, "")
+    assert "NovelForCausalLM" in ended.err
+    assert not list(tmp_path.glob("*engine*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--target", "openvin"), "openvino"),
+        (("--target", "reference", "--kv-cache", "u3"), "f32"),
+    ],
+)
+def test_an_unknown_target_or_precision_lists_the_known(
+    qtool: Qtool, tiny: Path, tmp_path: Path, options: tuple[str, ...], said: str
+) -> None:
+    ended = qtool("compile", tiny, *options, "-o", tmp_path / "engine")
+    assert (ended.code, ended.out) == (2, "")
+    assert said in ended.err
+    assert not list(tmp_path.glob("*engine*"))
+
+
+def test_an_engine_that_exists_is_left_alone(qtool: Qtool, tiny: Path, tmp_path: Path) -> None:
+    ended = qtool("compile", tiny, "--target", "reference", "-o", tmp_path)
+    assert ended.code == 2
+    assert f"{tmp_path}: already exists" in ended.err
