@@ -1,6 +1,7 @@
 """The engine loop: one thread that schedules, runs and commits steps while there are sequences."""
 
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from qtool.runtime.engines.contract import Engine, Floats, Step
 from qtool.runtime.request import FinishReason, SamplingParams, SequenceState
 from qtool.runtime.sampling import NO_TOKEN, sample
 from qtool.runtime.scheduler import Chunk, Scheduler, SchedulerConfig
+
+
+_log = logging.getLogger(__name__)
 
 
 class NotAdmittingError(QtoolError):
@@ -112,6 +116,22 @@ class EngineLoop:
             num_preemptions=scheduler.num_preemptions,
         )
 
+    def receive(self) -> bool:
+        """Take in what callers sent, waiting while there is nothing to run; False when the loop is over.
+
+        Called by the thread before each step, or by hand as `step` is.
+        """
+        while True:
+            while not self._inbox.empty():
+                self._accept(self._inbox.get())
+            if self._stopping:
+                return False
+            if self._sequences:
+                return True
+            if self.refusal is not None and self._inbox.empty():
+                return False
+            self._accept(self._inbox.get())
+
     def step(self) -> list[Output]:
         """Schedule, run, commit. Called by the thread; by hand only where no thread was started."""
         chunks = self.scheduler.schedule()
@@ -143,29 +163,17 @@ class EngineLoop:
 
     def _work(self) -> None:
         try:
-            while self._receive():
+            while self.receive():
                 outputs = self.step()
                 if outputs:
                     self._deliver(outputs)
         except Exception as error:
+            _log.exception("the engine loop ends")
             failure = f"the engine failed: {type(error).__name__}: {error}"
             self._refuse(failure)
             self._fail_all(failure)
         else:
             self._fail_all("the server was stopped before the answer was complete")
-
-    def _receive(self) -> bool:
-        """Take in what callers sent, waiting while there is nothing to run; False when the loop is over."""
-        while True:
-            while not self._inbox.empty():
-                self._accept(self._inbox.get())
-            if self._stopping:
-                return False
-            if self._sequences:
-                return True
-            if self.refusal is not None and self._inbox.empty():
-                return False
-            self._accept(self._inbox.get())
 
     def _accept(self, message: SequenceState | int | None) -> None:
         if isinstance(message, SequenceState):

@@ -1,7 +1,6 @@
 """The engine loop over an engine that sees every mistake in a block table."""
 
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -69,8 +68,8 @@ def generate(
     answers: dict[int, list[int]] = defaultdict(list)
     loop = EngineLoop(engine, SchedulerConfig(seqs, budget), lambda _: None)
     ids = [loop.submit(prompt, params) for prompt, params in requests]
-    loop._receive()
-    while loop._sequences:
+    loop.drain()
+    while loop.receive():
         for output in loop.step():
             assert output.token is not None
             answers[output.request_id].append(output.token)
@@ -147,24 +146,26 @@ def test_requests_from_many_threads_are_all_answered() -> None:
     assert found == {number: greedy(FakeEngine(), prompt, 12) for number, prompt in enumerate(asked)}
 
 
-def test_a_cancelled_request_computes_no_further_step_and_frees_its_blocks() -> None:
+def test_a_cancelled_request_is_gone_before_the_next_step_and_its_blocks_are_free() -> None:
     engine = FakeEngine()
-    with running(engine) as (loop, sink):
-        request = loop.submit([1, 2, 3], SamplingParams(max_tokens=200 - 150, temperature=0))
-        sink.until(lambda: len(sink.outputs[request]) >= 3)
-        engine.gate.clear()
-        loop.cancel(request)
-        steps = engine.num_steps
-        engine.gate.set()
-        other = loop.submit([4], SamplingParams(max_tokens=1, temperature=0))
-        sink.result(other)
-        # At most the step in flight and the one for the other request.
-        assert engine.num_steps <= steps + 2
-        _wait(lambda: loop.stats().num_free_blocks == engine.num_blocks)
-        assert not sink.ended(request)
-        loop.cancel(request)
-        loop.cancel(other)
-        loop.cancel(12345)
+    loop = EngineLoop(engine, SchedulerConfig(), lambda _: None)
+    first, second = loop.submit([1, 2, 3], GREEDY), loop.submit([4], GREEDY)
+    assert loop.receive()
+    assert {output.request_id for output in loop.step()} == {first, second}
+    loop.cancel(first)
+    assert loop.receive()
+    assert {output.request_id for output in loop.step()} == {second}
+    assert loop.stats().num_free_blocks == engine.num_blocks - 1
+    for ended_or_unknown in (first, second, second, 12345):
+        loop.cancel(ended_or_unknown)
+    loop.drain()
+    assert not loop.receive()
+    assert loop.stats().num_free_blocks == engine.num_blocks
+
+
+def test_the_loop_goes_on_after_a_cancellation() -> None:
+    with running(FakeEngine()) as (loop, sink):
+        loop.cancel(loop.submit([1, 2, 3], GREEDY))
         assert sink.result(loop.submit([4], GREEDY)) == greedy(FakeEngine(), [4], 12)
 
 
@@ -233,10 +234,3 @@ def test_a_request_that_can_never_fit_is_refused_where_it_is_submitted() -> None
             loop.submit([1] * 5, GREEDY)
         with pytest.raises(ParameterError, match="prompt: is empty"):
             loop.submit([], GREEDY)
-
-
-def _wait(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)

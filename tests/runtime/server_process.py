@@ -1,0 +1,43 @@
+"""Serves the fake engine in a process of its own: `python -m ... TOKENIZER_FOLDER PORT SECONDS_A_STEP`."""
+
+import sys
+import time
+from pathlib import Path
+
+from qtool.cli.failures import report
+from qtool.errors import QtoolError
+from qtool.runtime.client import Client
+from qtool.runtime.engines.contract import Floats, Step
+from qtool.runtime.scheduler import SchedulerConfig
+from qtool.runtime.server.process import Address, serve
+from qtool.runtime.tokenizer import Tokenizer
+from tests.runtime.fake import FakeEngine
+
+
+class SlowEngine(FakeEngine):
+    """Takes its time."""
+
+    seconds_a_step = 0.0
+
+    def run(self, step: Step) -> Floats:
+        time.sleep(self.seconds_a_step)
+        return super().run(step)
+
+
+def main(folder: str, port: str, seconds_a_step: str) -> int:
+    """Print "loading" when the engine is asked for and the URL when it is served."""
+
+    def load() -> Client:
+        print("loading", flush=True)
+        engine = SlowEngine(num_blocks=64)
+        engine.seconds_a_step = float(seconds_a_step)
+        return Client(engine, Tokenizer.load(Path(folder)), SchedulerConfig(8, 64))
+
+    try:
+        return serve(Address(port=int(port)), "model", load, lambda url: print(url, flush=True))
+    except QtoolError as error:
+        return report(error)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*sys.argv[1:]))

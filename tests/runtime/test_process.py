@@ -1,0 +1,131 @@
+"""The server as a process: its port, its signals and its exit codes."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def process(folder: Path, seconds_a_step: float, port: int = 0) -> Iterator[subprocess.Popen[str]]:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.runtime.server_process",
+        str(folder),
+        str(port),
+        str(seconds_a_step),
+    ]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            yield server
+        finally:
+            if server.poll() is None:
+                server.kill()
+
+
+def url_of(server: subprocess.Popen[str]) -> str:
+    assert server.stdout is not None
+    assert server.stdout.readline() == "loading\n"
+    return server.stdout.readline().strip()
+
+
+class Asking(threading.Thread):
+    """A streamed request in a thread of its own; `text` and `error` hold its outcome."""
+
+    def __init__(self, url: str, max_tokens: int) -> None:
+        super().__init__()
+        self.url, self.max_tokens = url, max_tokens
+        self.begun = threading.Event()
+        self.lines: list[str] = []
+        self.error: httpx.HTTPError | None = None
+        self.start()
+
+    def run(self) -> None:
+        body: dict[str, Any] = {
+            "model": "model",
+            "prompt": "x",
+            "max_tokens": self.max_tokens,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        try:
+            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=30) as response:
+                for line in response.iter_lines():
+                    self.lines.append(line)
+                    self.begun.set()
+        except httpx.HTTPError as error:
+            self.error = error
+            self.begun.set()
+
+    @property
+    def complete(self) -> bool:
+        return "data: [DONE]" in self.lines and any('"finish_reason":"length"' in line for line in self.lines)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_admitted_requests_finish_refuses_new_ones_and_exits_0(
+    number: signal.Signals, tokenizer_folder: Path
+) -> None:
+    with process(tokenizer_folder, 0.02) as server:
+        url = url_of(server)
+        asking = [Asking(url, 50) for _ in range(12)]  # four of them wait: 8 run at once
+        assert asking[0].begun.wait(10)
+        time.sleep(0.2)
+        server.send_signal(number)
+        time.sleep(0.3)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+        for request in asking:
+            request.join(30)
+        assert [request.complete for request in asking] == [True] * 12
+        assert server.wait(10) == 0
+
+
+def test_a_second_signal_stops_at_once(tokenizer_folder: Path) -> None:
+    with process(tokenizer_folder, 0.05) as server:
+        request = Asking(url_of(server), 200)
+        assert request.begun.wait(10)
+        server.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert server.poll() is None
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(4) == 128 + signal.SIGTERM
+        request.join(5)
+        assert not request.complete
+
+
+def test_an_idle_server_ends_at_once(tokenizer_folder: Path) -> None:
+    with process(tokenizer_folder, 0) as server:
+        url = url_of(server)
+        assert httpx.get(f"{url}/health").status_code == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(5) == 0
+        assert server.stderr is not None
+        assert server.stderr.read() == ""
+
+
+def test_a_port_in_use_is_an_error_before_anything_is_loaded(tokenizer_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with process(tokenizer_folder, 0, port) as server:
+            stdout, stderr = server.communicate(timeout=20)
+    assert server.returncode == 1
+    assert "loading" not in stdout
+    assert (
+        stderr
+        == f"error: cannot listen on 127.0.0.1:{port} (Address already in use); choose another --port\n"
+    )
