@@ -63,7 +63,7 @@ def _download(reference: str, repo_id: str, revision: str | None) -> Path:
         reason = error.__cause__ or error
         raise QtoolError(
             f"{reference}: no such local folder, and the hub cannot be reached "
-            f"({type(reason).__name__}: {reason}); give the path of a checkpoint folder or a .gguf file, "
+            f"({type(reason).__name__}: {str(reason).partition(chr(10))[0]}); give the path of a checkpoint folder or a .gguf file, "
             f"or a built-in model: {', '.join(CATALOG)}"
         ) from error
     if not (folder / "config.json").is_file():

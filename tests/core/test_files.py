@@ -1,0 +1,78 @@
+import errno
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from qtool.core.files import new_folder, refuse_existing, sha256, write_text
+from qtool.errors import QtoolError, UsageError
+
+
+def test_a_folder_appears_whole_when_its_block_ends(tmp_path: Path) -> None:
+    path = tmp_path / "deeper" / "out"
+    with new_folder(path) as folder:
+        (folder / "a").write_text("a")
+        assert not path.exists()
+    assert [file.name for file in path.iterdir()] == ["a"]
+    assert [file.name for file in path.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
+def test_a_folder_whose_block_fails_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    def fill() -> None:
+        with new_folder(tmp_path / "out") as folder:
+            (folder / "a").write_text("a")
+            raise error
+
+    with pytest.raises(type(error)):
+        fill()
+    assert not list(tmp_path.iterdir())
+
+
+# safetensors says it in words only
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        RuntimeError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_names_the_output_and_leaves_nothing(tmp_path: Path, error: Exception) -> None:
+    def fill() -> None:
+        with new_folder(tmp_path / "out"):
+            raise error
+
+    with pytest.raises(QtoolError, match=r"out: could not be written \(No space left on device\)"):
+        fill()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_exists_is_refused_even_a_dangling_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    for path in (tmp_path, tmp_path / "link"):
+        with pytest.raises(UsageError, match="already exists"):
+            refuse_existing(path)
+
+
+def test_a_path_below_a_file_is_refused_and_checking_creates_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(QtoolError, match="file is no folder"):
+        refuse_existing(tmp_path / "file" / "a" / "b")
+    refuse_existing(tmp_path / "new" / "deep" / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_text_replaces_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    for text in ("one", "twö\n"):
+        write_text(path, text)
+        assert path.read_text(encoding="utf-8") == text
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_sha256_of_more_than_one_chunk(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    content = b"\0" * (1 << 20) + b"1"
+    path.write_bytes(content)
+    assert sha256(path) == hashlib.sha256(content).hexdigest()
