@@ -22,33 +22,33 @@ class Target:
     """``module:function`` that writes the model into a folder: (checkpoint, config, folder) -> None."""
     block_size: int
     kv_bytes: Mapping[str, Callable[[int], int]]
-    """For each precision of the KV pool: bytes of one head's key, or value, of `head_dim` features."""
+    """For each precision of the KV pool: bytes of one head's key and value of `head_dim` features."""
 
 
 def _quantized_kv(head_dim: int) -> int:
-    """One byte a feature, and a float32 scale and zero point."""
-    return head_dim + 8
+    """A byte a feature; float32 scale and zero point of a key's feature in a block, of each value."""
+    return head_dim + head_dim * 8 // 32 + head_dim + 8
 
 
+_WHOLE_KV: dict[str, Callable[[int], int]] = {
+    "f32": lambda head_dim: 2 * 4 * head_dim,
+    "f16": lambda head_dim: 2 * 2 * head_dim,
+}
 TARGETS: dict[str, Target] = {
     "openvino": Target(
         "qtool.compile.backends.openvino:write",
         block_size=32,  # the CPU plugin's own
-        kv_bytes={"f32": lambda dim: 4 * dim, "bf16": lambda dim: 2 * dim, "u8": _quantized_kv},
+        kv_bytes={**_WHOLE_KV, "u8": _quantized_kv},
     ),
-    "reference": Target(
-        "qtool.compile.backends.reference:write",
-        block_size=32,
-        kv_bytes={"f32": lambda dim: 4 * dim, "bf16": lambda dim: 2 * dim},
-    ),
+    "reference": Target("qtool.compile.backends.reference:write", block_size=32, kv_bytes=_WHOLE_KV),
 }
 
 
 def compile_engine(checkpoint: Path, target: str, output: Path, *, kv_cache: str = "f32") -> EngineSpec:
     """Compile the checkpoint folder for `target` into the new folder `output`, whole or not at all.
 
-    `kv_cache` is the precision of keys and values in the pool: f32 is exact, bf16 halves the pool's
-    bytes, u8 quarters them and costs a drift that ``qtool eval`` measures. Raises UsageError for an
+    `kv_cache` is the precision of keys and values in the pool: f32 is exact, f16 halves the pool's
+    bytes, u8 quarters them; what they cost is for ``qtool eval`` to measure. Raises UsageError for an
     unknown target or precision and for an output that exists, QtoolError for a checkpoint that is damaged
     or has something the decoder does not know.
     """
@@ -91,11 +91,8 @@ def _spec(source: Checkpoint, config: DecoderConfig, target: str, kv_cache: str,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        weight_bytes=sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHT_SUFFIXES),
-        kv_bytes_per_token=2 * config.num_layers * config.num_kv_heads * kv_bytes,
+        weight_bytes=sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".bin", ".safetensors")),
+        kv_bytes_per_token=config.num_layers * config.num_kv_heads * kv_bytes,
         versions=versions(),
         checkpoint={file.name: sha256(file) for file in source.files},
     )
-
-
-WEIGHT_SUFFIXES = {".bin", ".safetensors"}

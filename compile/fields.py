@@ -19,7 +19,8 @@ class Fields:
         self._used: set[str] = set()
 
     def has(self, name: str) -> bool:
-        """Whether the field is there with a value."""
+        """Whether the field is there with a value; asking counts as reading it."""
+        self._used.add(name)
         return self._values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None) -> int:
@@ -31,7 +32,6 @@ class Fields:
 
     def optional_integer(self, name: str) -> int | None:
         """A positive whole number, or None when absent or null."""
-        self._used.add(name)
         return self.integer(name) if self.has(name) else None
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -95,7 +95,7 @@ class OpenVino:
                 _int32(attention.window or 0),
                 _empty(ov.Type.f32),  # alibi slopes
                 self._input("max_context_len"),
-                _int32(0),  # score aggregation window
+                none,  # score aggregation window
                 *(none, none, _empty(ov.Type.f32)),  # cache rotation: blocks, deltas, table
                 *(_empty(ov.Type.f32), _int32(0), _int32(0)),  # sparse attention: threshold, block, stride
                 _empty(ov.Type.f32, rank=4),  # attention sinks

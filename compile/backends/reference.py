@@ -16,7 +16,7 @@ from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.qtensor import Linear
 
-KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+KV_DTYPES = {"f32": torch.float32, "f16": torch.float16}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ def compile_(
     target: Annotated[str, typer.Option(help="Backend: openvino or reference.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Engine folder to write; must not exist.")],
     kv_cache: Annotated[
-        str, typer.Option(help="Precision of the KV cache: f32, bf16 or u8. Below f32 costs accuracy.")
+        str, typer.Option(help="Precision of the KV cache: f32, f16 or u8. Below f32 costs accuracy.")
     ] = "f32",
 ) -> None:
     """Build an engine for one kind of machine, ready to serve, and print its folder."""

@@ -161,7 +161,7 @@ class CompileTarget(_Frozen):
     """An engine to build."""
 
     target: str = Field(description="openvino or reference")
-    kv_cache: Literal["f32", "bf16", "u8"] = "f32"
+    kv_cache: Literal["f32", "f16", "u8"] = "f32"
 
 
 class Recipe(_Frozen):

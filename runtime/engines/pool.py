@@ -10,17 +10,17 @@ _SHARE = 0.5
 
 
 def num_blocks(kv_cache_tokens: int | None, block_size: int, bytes_per_token: int) -> int:
-    """Blocks for `kv_cache_tokens` tokens.
+    """Blocks that hold at least `kv_cache_tokens` tokens.
 
     Without a number: 32,768 tokens, or as many as fit in half of the memory that is available now, if
-    those are fewer. Raises UsageError when not even one block fits in the number given.
+    those are fewer. Raises UsageError for a number below 1.
     """
     if kv_cache_tokens is None:
         affordable = int(_available_memory() * _SHARE) // bytes_per_token
-        kv_cache_tokens = max(min(DEFAULT_TOKENS, affordable), block_size)
-    if kv_cache_tokens < block_size:
-        raise UsageError(f"kv_cache_tokens is {kv_cache_tokens}, wanted at least one block of {block_size}")
-    return kv_cache_tokens // block_size
+        kv_cache_tokens = max(min(DEFAULT_TOKENS, affordable), 1)
+    if kv_cache_tokens < 1:
+        raise UsageError(f"kv_cache_tokens is {kv_cache_tokens}, wanted at least 1")
+    return -(-kv_cache_tokens // block_size)
 
 
 def _available_memory() -> int:
