@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from qtool.calibrate.windows import sequential_windows
+from torch import Tensor
 
+from qtool.calibrate.text import load_records
+from qtool.calibrate.windows import load_tokenizer, sequential_windows, tokenize
 from qtool.core.recipe import Evaluation
+from qtool.errors import UsageError
 from qtool.eval.compare import compare
 from qtool.eval.gates import check_gates
 from qtool.eval.report import DriftReport
@@ -24,9 +27,7 @@ def evaluate(
 
     The baseline's tokenizer cuts the text. The gates are held but not enforced: see `DriftReport.passed`.
     """
-    windows = sequential_windows(
-        baseline, evaluation.dataset, length=evaluation.window_len, count=evaluation.num_windows
-    )
+    windows = evaluation_windows(baseline, evaluation)
     base = open_engine(baseline, kv_cache_tokens=evaluation.window_len, threads=threads)
     other = open_engine(model, kv_cache_tokens=evaluation.window_len, threads=threads)
     drift = compare(base, other, windows, on_window)
@@ -40,3 +41,12 @@ def evaluate(
         perplexity_increase=drift.perplexity_increase,
         gates=check_gates(evaluation.gates, drift),
     )
+
+
+def evaluation_windows(baseline: Path, evaluation: Evaluation) -> Tensor:
+    """The first windows [num_windows, window_len] of the text, cut by the baseline's tokenizer."""
+    token_ids = tokenize(load_tokenizer(baseline), load_records(evaluation.dataset), chat_template=False)
+    try:
+        return sequential_windows(token_ids, evaluation.window_len, evaluation.num_windows)
+    except UsageError as error:
+        raise UsageError(f"{evaluation.dataset}: {error}") from error
