@@ -62,3 +62,13 @@ def test_the_schema_is_json_and_lets_a_method_be_a_name_or_a_mapping(qtool: Qtoo
     method = schema["$defs"]["Rule"]["properties"]["method"]["anyOf"]
     assert {"enum": ["rtn", "awq", "gptq"], "type": "string"} in method
     assert {"$ref": "#/$defs/Awq"} in method
+
+
+def test_the_documented_recipe_is_valid_and_says_every_key(qtool: Qtool, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    documented = tmp_path / "documented.yaml"
+    documented.write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    assert qtool("recipe", "check", documented).code == 0
+    schema = json.loads(qtool("recipe", "schema").out)
+    keys = set(schema["properties"]).union(*(one["properties"] for one in schema["$defs"].values()))
+    assert {key for key in keys if f"{key}:" not in page and f"`{key}`" not in page} == set()
