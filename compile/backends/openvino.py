@@ -19,6 +19,7 @@ from torch import Tensor
 from qtool.compile.config import DecoderConfig
 from qtool.compile.decoder import Attention, Weights, decode
 from qtool.compile.rope import Rope
+from qtool.compile.stack import alike, stack
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.qtensor import Linear, QuantizedTensor
@@ -52,10 +53,10 @@ class OpenVino:
         return _float32(ops.gather(constant, self._input("token_ids"), _integers(0)).output(0))
 
     def linears(self, x: Node, group: Sequence[Linear]) -> list[Node]:
-        if not _alike(group):
+        if not alike(group):
             return [self._linear(x, linear) for linear in group]
         sizes = [linear.weight.shape[0] for linear in group]
-        product = self._linear(x, _stack(group))
+        product = self._linear(x, stack(group))
         return list(ops.variadic_split(product, _integers(1), _integers(sizes)).outputs())
 
     def rms_norm(self, x: Node, weight: Tensor, eps: float) -> Node:
@@ -155,43 +156,6 @@ def write(checkpoint: Checkpoint, config: DecoderConfig, folder: Path) -> None:
     """Write the graph and its weights as ``model.xml`` and ``model.bin``."""
     model = build_model(config, CheckpointWeights(config, checkpoint))
     ov.save_model(model, folder / MODEL, compress_to_fp16=False)
-
-
-def _alike(group: Sequence[Linear]) -> bool:
-    """Whether linears over one input can be one: all dense in one dtype, or all of one scheme."""
-    kinds = {
-        linear.weight.scheme if isinstance(linear.weight, QuantizedTensor) else linear.weight.dtype
-        for linear in group
-    }
-    return len(group) > 1 and len(kinds) == 1
-
-
-def _stack(group: Sequence[Linear]) -> Linear:
-    """One linear whose outputs are those of `group`, one after another."""
-    dense = [linear.weight for linear in group if isinstance(linear.weight, Tensor)]
-    quantized = [linear.weight for linear in group if isinstance(linear.weight, QuantizedTensor)]
-    return Linear(_stack_quantized(quantized) if quantized else torch.cat(dense), _stack_biases(group))
-
-
-def _stack_quantized(weights: Sequence[QuantizedTensor]) -> QuantizedTensor:
-    zero_points = [weight.zero_point for weight in weights if weight.zero_point is not None]
-    return QuantizedTensor(
-        torch.cat([weight.codes for weight in weights]),
-        torch.cat([weight.scale.float() for weight in weights]),
-        torch.cat(zero_points) if zero_points else None,
-        weights[0].scheme,
-    )
-
-
-def _stack_biases(group: Sequence[Linear]) -> Tensor | None:
-    if all(linear.bias is None for linear in group):
-        return None
-    return torch.cat(
-        [
-            torch.zeros(linear.weight.shape[0]) if linear.bias is None else linear.bias.float()
-            for linear in group
-        ]
-    )
 
 
 def _dequantized(weight: QuantizedTensor) -> Node:

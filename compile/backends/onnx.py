@@ -1,0 +1,284 @@
+"""The ONNX backend: one portable graph (opset 23) whose attention reads a paged KV pool.
+
+A step is a batch of B sequences, each padded to S new tokens over a past of M blocks, P = M·block_size
+slots. One graph serves a prefill chunk (B = 1), decode (S = 1) and the verification of drafts: B, S and M
+are sizes that each run chooses. ``C`` below is the element type that the graph computes in, float32 or
+float16; Hkv, D and block_size are fixed.
+
+Inputs:
+
+- ``token_ids`` int32 [B, S]; padding may be any token.
+- ``positions`` int32 [B, S]: of each new token in its sequence; of a tree's node, its depth added.
+- ``block_tables`` int32 [B, M]: the blocks of each sequence's past; padding may be any block, such as 0.
+- ``logit_rows`` int32 [R]: which of the B·S new tokens want logits, row-major.
+- ``attention_mask`` bool [B, 1, S, P + S]: which of the past slots, then of the new tokens, a new token
+  sees: past slots that are filled, new tokens by causality or by a tree. Layers with a sliding window of W
+  read ``attention_mask.W`` instead; the graph has the masks that its layers need. A row must see something,
+  padding too: itself, say.
+- ``key_pool.i``, ``value_pool.i`` C [blocks·Hkv, block_size, D] for each layer i: a pool [blocks, Hkv,
+  block_size, D] with its two outer dimensions as one. In this layout one Gather by ``table·Hkv + head``
+  yields [B, Hkv, P, D], what attention reads, in runs of block_size·D numbers and without a transpose.
+
+Outputs, in this order: ``logits`` float32 [R, V], then for each layer ``new_key.i`` and ``new_value.i`` C [B, Hkv, S, D].
+The graph never writes the pool: the runtime commits the new keys (after their rotary embedding) and values
+to the slots of its choice.
+
+Weights: 4-bit codes are a blocked DequantizeLinear over [K, N] along K, one block for a whole channel; 8-bit
+codes with one scale a channel are a DequantizeLinear along N. Symmetric codes are int4 or int8 without a
+zero point, asymmetric ones uint4 or uint8 with one. A float32 graph keeps every stored number exactly:
+16-bit weights stay 16 bits wide behind a Cast. In a float16 graph all of them, scales too, are float16.
+Large weights lie in ``model.onnx.data`` beside the graph.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from onnx import TensorProto
+
+from qtool.compile.backends.onnx_graph import Graph, Tensor
+from qtool.compile.config import DecoderConfig
+from qtool.compile.decoder import Attention, Weights, decode
+from qtool.compile.rope import Rope
+from qtool.compile.stack import alike, stack
+from qtool.compile.weights import CheckpointWeights
+from qtool.core.checkpoint import Checkpoint
+from qtool.core.qtensor import Linear, QuantizedTensor
+from qtool.errors import QtoolError
+
+MODEL, DATA = "model.onnx", "model.onnx.data"
+BLOCK_SIZE = 32
+_KINDS = {
+    torch.float32: TensorProto.FLOAT,
+    torch.float16: TensorProto.FLOAT16,
+    torch.bfloat16: TensorProto.BFLOAT16,
+}
+_INT32, _BOOL = TensorProto.INT32, TensorProto.BOOL
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor of the graph [B, S, features], or [R, features] once the wanted rows are taken."""
+
+    name: str
+    features: int
+
+
+class Onnx:
+    """The decoder's operations as nodes of `graph`, computing in `dtype` over blocks of `block_size`."""
+
+    def __init__(self, graph: Graph, dtype: torch.dtype, block_size: int) -> None:
+        self._graph, self._dtype, self._block_size = graph, dtype, block_size
+        self._kind = _KINDS[dtype]
+        self._token_ids = graph.input("token_ids", _INT32, ["B", "S"])
+        self._positions = graph.input("positions", _INT32, ["B", "S"])
+        self._tables = graph.input("block_tables", _INT32, ["B", "M"])
+        self._logit_rows = graph.input("logit_rows", _INT32, ["R"])
+        self._rotations: dict[Rope, tuple[str, str]] = {}
+        self._pool_rows: dict[int, str] = {}
+        self._table: tuple[torch.Tensor, str] | None = None
+        self.new_entries: dict[str, tuple[str, Sequence[int | str]]] = {}
+        """The tensors of the new keys and values with their shapes, by the name to give them out under."""
+
+    def embed(self, table: torch.Tensor) -> Rows:
+        stored = self._dense("embedding", table)
+        self._table = (table, stored)
+        return Rows(self._graph.node("Gather", stored, self._token_ids, axis=0), table.shape[1])
+
+    def linears(self, x: Rows, group: Sequence[Linear]) -> list[Rows]:
+        if not alike(group):
+            return [self._linear(x, linear) for linear in group]
+        product, sizes = self._linear(x, stack(group)), [linear.weight.shape[0] for linear in group]
+        parts = self._graph.nodes("Split", [product.name, self._graph.integers(*sizes)], len(group), axis=-1)
+        return [Rows(name, size) for name, size in zip(parts, sizes, strict=True)]
+
+    def rms_norm(self, x: Rows, weight: torch.Tensor, eps: float) -> Rows:
+        scale = self._dense("norm", weight)
+        if len(weight) == x.features:
+            return Rows(self._graph.node("RMSNormalization", x.name, scale, axis=-1, epsilon=eps), x.features)
+        heads = self._reshape(x.name, 0, 0, -1, len(weight))
+        normed = self._graph.node("RMSNormalization", heads, scale, axis=-1, epsilon=eps)
+        return Rows(self._reshape(normed, 0, 0, x.features), x.features)
+
+    def rope(self, x: Rows, rope: Rope) -> Rows:
+        cos, sin = self._rotation(rope)
+        heads = x.features // rope.dim
+        return Rows(self._graph.node("RotaryEmbedding", x.name, cos, sin, num_heads=heads), x.features)
+
+    def attention(self, q: Rows, k: Rows, v: Rows, attention: Attention) -> Rows:
+        query = self._heads(q, attention.head_dim)
+        key, value = (
+            self._past_and_new(f"{kind}.{attention.layer}", new, attention)
+            for kind, new in (("key", k), ("value", v))
+        )
+        mask = self._mask(attention.window)
+        mixed = self._graph.node("Attention", query, key, value, mask, scale=attention.scale)
+        rows = self._graph.node("Transpose", mixed, perm=[0, 2, 1, 3])
+        return Rows(self._reshape(rows, 0, 0, q.features), q.features)
+
+    def activation(self, name: str, x: Rows) -> Rows:
+        return _ACTIVATIONS[name](self._graph, x)
+
+    def multiply(self, a: Rows, b: Rows) -> Rows:
+        return Rows(self._graph.node("Mul", a.name, b.name), a.features)
+
+    def add(self, a: Rows, b: Rows) -> Rows:
+        return Rows(self._graph.node("Add", a.name, b.name), a.features)
+
+    def take_rows(self, x: Rows) -> Rows:
+        rows = self._reshape(x.name, -1, x.features)
+        return Rows(self._graph.node("Gather", rows, self._logit_rows, axis=0), x.features)
+
+    def _linear(self, x: Rows, linear: Linear) -> Rows:
+        weight = linear.weight
+        if self._table is not None and weight is self._table[0]:  # a tied head, stored once
+            product = self._graph.node("Gemm", x.name, self._table[1], transB=1)
+        else:
+            product = self._graph.node("MatMul", x.name, self._matrix(weight))
+        if linear.bias is not None:
+            product = self._graph.node("Add", product, self._dense("bias", linear.bias))
+        return Rows(product, weight.shape[0])
+
+    def _matrix(self, weight: torch.Tensor | QuantizedTensor) -> str:
+        """A weight [N, K] as the right side of a product, [K, N]: dense, or (codes - zero_point) * scale."""
+        if not isinstance(weight, QuantizedTensor):
+            return self._dense("linear", weight.T)
+        in_features, groups = weight.shape[1], weight.scale.shape[1]
+        blocked = weight.scheme.num_bits == 4 or groups > 1
+        layout = {"axis": 0, "block_size": in_features // groups} if blocked else {"axis": 1}
+        scale = weight.scale.float().T if blocked else weight.scale.float()[:, 0]
+        inputs = [
+            self._graph.weight("codes", _codes(weight.codes.T, weight)),
+            self._graph.weight("scale", _floats(self._rounded(scale))),
+        ]
+        if weight.zero_point is not None:
+            zero_point = weight.zero_point.T if blocked else weight.zero_point[:, 0]
+            inputs.append(self._graph.weight("zero_point", _codes(zero_point, weight)))
+        return self._graph.node("DequantizeLinear", *inputs, **layout)
+
+    def _dense(self, name: str, tensor: torch.Tensor) -> str:
+        """A floating point tensor in the type that the graph computes in, stored in its own."""
+        stored = tensor if self._dtype == torch.float32 else self._rounded(tensor)
+        weight = self._graph.weight(name, _floats(stored))
+        if stored.dtype == self._dtype:
+            return weight
+        return self._graph.node("Cast", weight, to=self._kind)
+
+    def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` in the graph's own type; QtoolError where a number is too large for it."""
+        rounded = tensor.to(self._dtype)
+        if not bool(rounded.isfinite().all()):
+            raise QtoolError(
+                f"a weight reaches {tensor.abs().max().item():g}, more than float16 can hold; "
+                "compile with float32"
+            )
+        return rounded
+
+    def _rotation(self, rope: Rope) -> tuple[str, str]:
+        """Cosine and sine [B, S, dim / 2] of the angles at the step's positions, taken in float32."""
+        if rope not in self._rotations:
+            positions = self._graph.node("Cast", self._positions, to=TensorProto.FLOAT)
+            column = self._graph.node("Unsqueeze", positions, self._graph.integers(-1))
+            angles = self._graph.node("Mul", column, self._graph.constant(rope.frequencies()))
+            cos, sin = (self._graph.node(function, angles) for function in ("Cos", "Sin"))
+            if self._dtype != torch.float32:
+                cos, sin = (self._graph.node("Cast", factor, to=self._kind) for factor in (cos, sin))
+            self._rotations[rope] = cos, sin
+        return self._rotations[rope]
+
+    def _past_and_new(self, name: str, new: Rows, attention: Attention) -> str:
+        """The keys or values [B, Hkv, P + S, D] of the pool's slots, then of the new tokens."""
+        heads, head_dim = attention.num_kv_heads, attention.head_dim
+        pool = self._graph.input(
+            name.replace(".", "_pool."), self._kind, ["pool_rows", self._block_size, head_dim]
+        )
+        entries = self._heads(new, head_dim)
+        self.new_entries[f"new_{name}"] = entries, ("B", heads, "S", head_dim)
+        blocks = self._graph.node("Gather", pool, self._rows_of(heads), axis=0)
+        past = self._reshape(blocks, 0, 0, -1, head_dim)
+        return self._graph.node("Concat", past, entries, axis=2)
+
+    def _rows_of(self, heads: int) -> str:
+        """The pool's rows [B, Hkv, M] that hold each head of the blocks of the past."""
+        if heads not in self._pool_rows:
+            tables = self._graph.node("Unsqueeze", self._tables, self._graph.integers(1))
+            first = self._graph.node("Mul", tables, self._graph.constant(np.array(heads, np.int32)))
+            head = self._graph.constant(np.arange(heads, dtype=np.int32).reshape(1, heads, 1))
+            self._pool_rows[heads] = self._graph.node("Add", first, head)
+        return self._pool_rows[heads]
+
+    def _mask(self, window: int | None) -> str:
+        name = "attention_mask" if window is None else f"attention_mask.{window}"
+        return self._graph.input(name, _BOOL, ["B", 1, "S", "P+S"])
+
+    def _heads(self, x: Rows, head_dim: int) -> str:
+        """[B, S, heads·D] as [B, heads, S, D]."""
+        heads = self._reshape(x.name, 0, 0, x.features // head_dim, head_dim)
+        return self._graph.node("Transpose", heads, perm=[0, 2, 1, 3])
+
+    def _reshape(self, name: str, *shape: int) -> str:
+        """Reshape, where 0 keeps a dimension."""
+        return self._graph.node("Reshape", name, self._graph.integers(*shape))
+
+
+def _silu(graph: Graph, x: Rows) -> Rows:
+    return Rows(graph.node("Mul", x.name, graph.node("Sigmoid", x.name)), x.features)
+
+
+_ACTIVATIONS = {"silu": _silu}
+
+
+def _floats(tensor: torch.Tensor) -> Tensor:
+    """A floating point tensor, in its own dtype."""
+    raw = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
+    return Tensor(raw, _KINDS[tensor.dtype], tensor.shape)
+
+
+def _codes(codes: torch.Tensor, weight: QuantizedTensor) -> Tensor:
+    """Codes, or zero points, of `weight`: signed when it is symmetric, else shifted to unsigned."""
+    signed, bits = weight.zero_point is None, weight.scheme.num_bits
+    kind = getattr(TensorProto, f"{'INT' if signed else 'UINT'}{bits}")
+    shifted = codes if signed else codes.to(torch.int16) - weight.scheme.low
+    values = shifted.to(torch.uint8).contiguous().numpy().reshape(-1)
+    return Tensor(_pack4(values) if bits == 4 else values, kind, codes.shape)
+
+
+def _pack4(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The low four bits of `values`, two a byte, the first in the low nibble."""
+    flat = np.append(values, np.zeros(len(values) % 2, np.uint8)) & 0x0F
+    return np.asarray(flat[0::2] | (flat[1::2] << 4), dtype=np.uint8)
+
+
+def write_onnx(
+    config: DecoderConfig,
+    weights: Weights,
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    block_size: int = BLOCK_SIZE,
+) -> Path:
+    """Write the decoder as ``model.onnx`` with its weights beside it; the path of the former.
+
+    `dtype`, float32 or float16, is what the graph computes in and what its pools hold. Weights are read
+    one by one and streamed to the file. Raises QtoolError for a weight that float16 cannot hold.
+    """
+    with (folder / DATA).open("wb") as data:
+        graph = Graph(data, DATA)
+        backend = Onnx(graph, dtype, block_size)
+        logits = decode(config, weights, backend).name
+    if dtype != torch.float32:
+        logits = graph.node("Cast", logits, to=TensorProto.FLOAT)
+    graph.output("logits", logits, TensorProto.FLOAT, ["R", config.vocab_size])
+    for name, (value, shape) in backend.new_entries.items():
+        graph.output(name, value, _KINDS[dtype], shape)
+    onnx.save(graph.model(config.architecture), folder / MODEL)
+    return folder / MODEL
+
+
+def write(checkpoint: Checkpoint, config: DecoderConfig, folder: Path) -> None:
+    """Write the graph, in float32."""
+    write_onnx(config, CheckpointWeights(config, checkpoint), folder)
