@@ -22,6 +22,7 @@ def compile_(
     from qtool.core.sources import resolve
 
     refuse_existing(output)  # before a model is downloaded in vain
+    source = resolve(checkpoint)
     with Console(stderr=True).status(f"compiling for {target}"):
-        compile_engine(resolve(checkpoint), target, output, kv_cache=kv_cache)
+        compile_engine(source, target, output, kv_cache=kv_cache)
     typer.echo(output)

