@@ -16,7 +16,6 @@ from qtool.runtime.request import FinishReason, SamplingParams, SequenceState
 from qtool.runtime.sampling import NO_TOKEN, sample
 from qtool.runtime.scheduler import Chunk, Scheduler, SchedulerConfig
 
-
 _log = logging.getLogger(__name__)
 
 

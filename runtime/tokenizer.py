@@ -8,7 +8,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer as FastTokenizer
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, UsageError
 from qtool.runtime.chat_template import compile_template
 from qtool.runtime.request import ParameterError
 
@@ -41,9 +41,11 @@ class Tokenizer:
         """Read tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json.
 
         Of generation_config.json only eos_token_id is taken: temperature and the like stay the API's own
-        defaults, so that a request means the same whatever the model. Raises QtoolError for a file that is
-        missing or unreadable.
+        defaults, so that a request means the same whatever the model. Raises UsageError when there is no such
+        folder, QtoolError for a file that is missing or unreadable.
         """
+        if not folder.is_dir():
+            raise UsageError(f"{folder}: is no folder; give an engine that 'qtool compile' wrote")
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise QtoolError(f"{path}: missing; an engine needs the tokenizer that its checkpoint came with")

@@ -1,5 +1,6 @@
 """The bodies that clients send, as OpenAI's API defines them. What is not supported is refused by name."""
 
+import re
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
@@ -8,6 +9,8 @@ from qtool.errors import nearest
 from qtool.runtime.request import ParameterError, SamplingParams
 
 Prompt = str | list[int]
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Body(BaseModel):
@@ -25,12 +28,14 @@ class Body(BaseModel):
     def _refuse_unsupported(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        if not _is_text(data):
+            raise ParameterError("body", "holds half of a UTF-16 pair, which is no text; send valid Unicode")
         kept = {}
         for name, value in data.items():
             if value is None or value in cls.no_effect.get(name, ()):
                 continue
             if name in cls.no_effect:
-                raise ParameterError(name, f"{value!r} is not supported by this server; leave the field out")
+                raise ParameterError(name, f"{value!r:.80} is not supported by this server; leave the field out")
             if name not in cls.model_fields:
                 known = [*cls.model_fields, *cls.no_effect]
                 raise ParameterError(name, f"is no field of this request; {nearest(name, known)}")
@@ -194,6 +199,15 @@ class ChatBody(GenerationBody):
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def _is_text(value: object) -> bool:
+    """Whether every string within is Unicode: JSON can escape half of a UTF-16 pair."""
+    if isinstance(value, str):
+        return _SURROGATE.search(value) is None
+    if isinstance(value, dict):
+        return all(_is_text(key) and _is_text(item) for key, item in value.items())
+    return not isinstance(value, list) or all(_is_text(item) for item in value)
 
 
 def _is_token_ids(value: object) -> bool:

@@ -313,7 +313,8 @@ def test_a_bad_request_is_400_and_names_the_field(
 def test_what_is_no_request_at_all_gets_an_error_object_too(served: Served[FakeEngine]) -> None:
     url = f"{served.url}/v1/completions"
     headers = {"content-type": "application/json"}
-    for content in (b"{", b"", b"[1]", b"\xff\xfe", b'"x"'):
+    half_a_pair = b'{"model": "model", "prompt": "\\ud800"}'
+    for content in (b"{", b"", b"[1]", b"\xff\xfe", b'"x"', b"[" * 100_000, half_a_pair):
         response = httpx.post(url, content=content, headers=headers)
         assert response.status_code == 400, content
         assert response.json()["error"]["type"] == "invalid_request_error"

@@ -1,0 +1,104 @@
+"""The same answers however they are computed, on the real model through the openvino engine."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from qtool.compile.build import compile_engine
+from qtool.runtime.engines import open_engine
+from qtool.runtime.engines.contract import Engine
+from qtool.runtime.loop import EngineLoop
+from qtool.runtime.request import SamplingParams
+from qtool.runtime.scheduler import SchedulerConfig
+from qtool.runtime.tokenizer import Tokenizer
+from tests.runtime.served import serving
+
+NUM_TOKENS = 16
+QUESTIONS = [
+    "What is the capital of France?",
+    "Name three colours.",
+    "Write a haiku about the sea.",
+    "Why is the sky blue? " * 12,
+    "Translate 'good morning' into German.",
+    "List the first five primes, then explain what a prime number is.",
+]
+
+
+@pytest.fixture(scope="module")
+def engine_folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engines") / "smollm2"
+    compile_engine(smollm2, "openvino", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(engine_folder: Path) -> Engine:
+    return open_engine(engine_folder, kv_cache_tokens=4096, threads=2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(engine_folder: Path) -> Tokenizer:
+    return Tokenizer.load(engine_folder)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    return [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+
+
+def answers(
+    engine: Engine,
+    requests: Sequence[tuple[list[int], SamplingParams]],
+    config: SchedulerConfig,
+) -> tuple[list[list[int]], int]:
+    """Tokens of every request when all arrive at once, and how often one was preempted."""
+    found: dict[int, list[int]] = defaultdict(list)
+    loop = EngineLoop(engine, config, lambda _: None)
+    ids = [loop.submit(prompt, params) for prompt, params in requests]
+    loop.drain()
+    while loop.receive():
+        for output in loop.step():
+            assert output.token is not None
+            found[output.request_id].append(output.token)
+    assert loop.stats().num_free_blocks == engine.num_blocks
+    return [found[request_id] for request_id in ids], loop.stats().num_preemptions
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_batched_chunked_and_preempted_answers_are_those_of_each_prompt_alone(
+    temperature: float, engine: Engine, engine_folder: Path, prompts: list[list[int]]
+) -> None:
+    asked = [
+        (prompt, SamplingParams(max_tokens=NUM_TOKENS, temperature=temperature, top_p=0.9, seed=number))
+        for number, prompt in enumerate(prompts)
+    ]
+    one_by_one = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=512)
+    alone, _ = answers(engine, asked, one_by_one)
+    assert len({tuple(tokens) for tokens in alone}) == len(asked)
+    assert answers(engine, asked, SchedulerConfig(8, 512)) == (alone, 0)
+    assert answers(engine, asked, SchedulerConfig(8, 17))[0] == alone
+    tiny_pool = open_engine(engine_folder, kv_cache_tokens=8 * 32, threads=2)
+    preempted, num_preemptions = answers(tiny_pool, asked, SchedulerConfig(8, 64))
+    assert preempted == alone
+    assert num_preemptions > 0
+
+
+def test_a_served_greedy_chat_is_what_transformers_generates_streamed_or_not(
+    engine: Engine, tokenizer: Tokenizer, smollm2: Path, prompts: list[list[int]]
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    with torch.inference_mode():
+        made = model.generate(torch.tensor([prompts[2]]), max_new_tokens=NUM_TOKENS, do_sample=False)
+    wanted = tokenizer.decode(made[0, len(prompts[2]) :].tolist())
+    with serving(engine, tokenizer) as served, served.openai() as client:
+        messages = [{"role": "user", "content": QUESTIONS[2]}]
+        asked = {"model": "model", "messages": messages, "max_tokens": NUM_TOKENS, "temperature": 0}
+        whole = client.chat.completions.create(**asked)
+        chunks = list(client.chat.completions.create(**asked, stream=True))
+    streamed = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert whole.choices[0].message.content == streamed == wanted
