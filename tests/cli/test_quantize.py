@@ -134,3 +134,15 @@ def test_a_full_disk_leaves_no_checkpoint(tiny: Path, recipe: Path, tmp_path: Pa
     assert "File too large" in ended.stderr.splitlines()[-1]
     assert ended.stderr.splitlines()[-1].startswith("error: ")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_run_says_that_it_can_go_on(
+    qtool: Qtool, tiny: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qtool.quantize.pipeline.quantize_checkpoint", interrupt)
+    ended = qtool("quantize", tiny, "--recipe", recipe, "-o", tmp_path / "out")
+    assert (ended.code, ended.out) == (130, "")
+    assert "run the same command again to go on from the last finished layer" in ended.err
