@@ -40,8 +40,10 @@ TARGETS: dict[str, Target] = {
         block_size=32,  # the CPU plugin's own
         kv_bytes={**_WHOLE_KV, "u8": _quantized_kv},
     ),
+    "onnx": Target("qtool.compile.backends.onnx:write", block_size=32, kv_bytes={"f32": _WHOLE_KV["f32"]}),
     "reference": Target("qtool.compile.backends.reference:write", block_size=32, kv_bytes=_WHOLE_KV),
 }
+_WEIGHTS = (".bin", ".data", ".safetensors")
 
 
 def compile_engine(checkpoint: Path, target: str, output: Path, *, kv_cache: str = "f32") -> EngineSpec:
@@ -91,7 +93,9 @@ def _spec(source: Checkpoint, config: DecoderConfig, target: str, kv_cache: str,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        weight_bytes=sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".bin", ".safetensors")),
+        weight_bytes=sum(
+            file.stat().st_size for file in folder.iterdir() if file.suffix in (".bin", ".safetensors")
+        ),
         kv_bytes_per_token=config.num_layers * config.num_kv_heads * kv_bytes,
         versions=versions(),
         checkpoint={file.name: sha256(file) for file in source.files},

@@ -19,9 +19,9 @@ Inputs:
   block_size, D] with its two outer dimensions as one. In this layout one Gather by ``table·Hkv + head``
   yields [B, Hkv, P, D], what attention reads, in runs of block_size·D numbers and without a transpose.
 
-Outputs, in this order: ``logits`` float32 [R, V], then for each layer ``new_key.i`` and ``new_value.i`` C [B, Hkv, S, D].
-The graph never writes the pool: the runtime commits the new keys (after their rotary embedding) and values
-to the slots of its choice.
+Outputs: ``logits`` float32 [R, V]; for each layer ``new_key.i`` and ``new_value.i`` C [B, Hkv, S, D], keys
+after their rotary embedding. The graph never writes the pool: the runtime commits new keys and values to the
+slots of its choice.
 
 Weights: 4-bit codes are a blocked DequantizeLinear over [K, N] along K, one block for a whole channel; 8-bit
 codes with one scale a channel are a DequantizeLinear along N. Symmetric codes are int4 or int8 without a

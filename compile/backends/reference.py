@@ -35,6 +35,8 @@ class Batch:
     """B tables of block numbers, each long enough for past and new tokens."""
     logit_rows: Tensor
     """[R], rows of T."""
+    masks: Sequence[Tensor]
+    """B masks [new, new], which new tokens each new token sees."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,12 @@ class Reference:
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
         batch, outputs, start = self._batch, [], 0
-        for past, new, table in zip(batch.past_lens, batch.new_lens, batch.block_tables, strict=True):
+        sequences = zip(batch.past_lens, batch.new_lens, batch.block_tables, batch.masks, strict=True)
+        for past, new, table, mask in sequences:
             rows = slice(start, start + new)
             keys = self._extend(self._pool.keys[attention.layer], k[rows], past, table)
             values = self._extend(self._pool.values[attention.layer], v[rows], past, table)
-            outputs.append(_attend(q[rows], keys, values, past, attention))
+            outputs.append(_attend(q[rows], keys, values, batch.positions[rows], mask, attention))
             start += new
         return torch.cat(outputs)
 
@@ -133,18 +136,19 @@ class Reference:
 _ACTIVATIONS = {"silu": F.silu}
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, past: int, attention: Attention) -> Tensor:
-    """Causal attention of one sequence's new tokens: q [n, H·D], keys and values [past + n, Hkv, D]."""
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, mask: Tensor, attention: Attention
+) -> Tensor:
+    """Attention of one sequence's new tokens: q [n, H·D], keys and values [past + n, Hkv, D]."""
+    past = len(keys) - len(q)
     shared = attention.num_heads // attention.num_kv_heads
     queries = q.view(len(q), attention.num_kv_heads, shared, attention.head_dim)
     scores = torch.einsum("qhgd,khd->hgqk", queries, keys) * attention.scale
-    age = torch.arange(past, past + len(q), device=q.device)[:, None] - torch.arange(
-        len(keys), device=q.device
-    )
-    hidden = age < 0
+    visible = torch.cat((mask.new_ones(len(q), past), mask), dim=1)
     if attention.window is not None:
-        hidden |= age >= attention.window
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        key_positions = torch.cat((torch.arange(past, device=q.device), positions))
+        visible &= positions[:, None] - key_positions < attention.window
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
     return torch.einsum("hgqk,khd->qhgd", weights, values).reshape(len(q), -1)
 
 

@@ -8,6 +8,7 @@ from qtool.errors import QtoolError, UsageError, nearest
 from qtool.runtime.engines.contract import Engine
 
 DRIVERS = {
+    "onnx": "qtool.runtime.engines.onnx:open_onnx",
     "openvino": "qtool.runtime.engines.openvino:open_openvino",
     "reference": "qtool.runtime.engines.reference:open_reference",
 }

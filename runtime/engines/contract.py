@@ -9,21 +9,26 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Step:
     """A ragged batch of B sequences with T new tokens in all, laid one sequence after another.
 
-    A sequence's new tokens may be a chunk of its prompt, one decoded token, or K drafts to verify. Its
-    `past_lens` tokens are already in the pool; the engine writes the keys and values of its new tokens to
-    the slots that follow, in the blocks that its table names.
+    A sequence's new tokens may be a chunk of its prompt, one decoded token, or drafts to verify: a chain or
+    a tree. Its `past_lens` tokens are already in the pool; the engine writes the keys and values of its new
+    tokens to the slots that follow, in the order of the step, in the blocks that its table names.
+
+    Nothing has to be undone after drafts are rejected: tokens beyond the `past_lens` of the next step do not
+    exist. A chain's accepted drafts are where they belong; the accepted path of a tree is moved together by
+    `Engine.move_slots` before the next step.
     """
 
     token_ids: Ints
     """[T]"""
     positions: Ints
-    """[T], the position of each new token in its sequence."""
+    """[T], the position of each new token in its sequence; in a tree, past length plus depth."""
     past_lens: Ints
     """[B]"""
     new_lens: Ints
@@ -32,6 +37,20 @@ class Step:
     """B tables of block numbers, each long enough for past and new tokens; longer is allowed."""
     logit_rows: Ints
     """[R], rows of T whose logits are wanted, ascending."""
+    masks: Sequence[Bools | None] | None = None
+    """B masks [new, new]: which of its sequence's new tokens (columns) a new token (row) sees. Each sees
+    itself, and none that comes after it. None, for all or for one sequence, is causal: all before it too."""
+
+    def mask(self, sequence: int) -> Bools:
+        """Which of its new tokens each new token of a sequence sees, [new, new]."""
+        mask = None if self.masks is None else self.masks[sequence]
+        return np.tri(self.new_lens[sequence], dtype=np.bool_) if mask is None else mask
+
+
+def slots_of(table: Sequence[int], places: Ints, block_size: int) -> Ints:
+    """The pool's slots that hold the tokens at `places` of a sequence: block · block_size + offset."""
+    blocks = np.asarray(table, np.int32)[places // block_size]
+    return np.asarray(blocks * block_size + places % block_size, np.int32)
 
 
 class Engine(Protocol):
@@ -51,4 +70,12 @@ class Engine(Protocol):
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy a block's keys and values, every layer (copy-on-write)."""
+        ...
+
+    def move_slots(self, sources: Ints, targets: Ints) -> None:
+        """Copy keys and values from the slots `sources` to `targets`, every layer, as if all were read first.
+
+        Slots are numbered over the whole pool, see `slots_of`; one call does for all sequences of a step.
+        Raises QtoolError when the engine's pool cannot: its tokens are not stored one by one.
+        """
         ...

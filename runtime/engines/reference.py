@@ -11,7 +11,7 @@ from qtool.compile.decoder import Weights, decode
 from qtool.compile.engine import ENGINE, read_spec
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
-from qtool.runtime.engines.contract import Floats, Step
+from qtool.runtime.engines.contract import Floats, Ints, Step
 from qtool.runtime.engines.pool import num_blocks
 
 BLOCK_SIZE = 32
@@ -50,6 +50,7 @@ class ReferenceEngine:
             new_lens=step.new_lens.tolist(),
             block_tables=[self._tensor(np.asarray(table)) for table in step.block_tables],
             logit_rows=self._tensor(step.logit_rows),
+            masks=[torch.from_numpy(step.mask(i)).to(self._device) for i in range(len(step.new_lens))],
         )
         logits = decode(self._config, self._weights, Reference(batch, self._pool))
         return logits.float().cpu().numpy()
@@ -58,6 +59,12 @@ class ReferenceEngine:
         """Copy a block's keys and values, every layer."""
         for cache in (self._pool.keys, self._pool.values):
             cache[:, target] = cache[:, source]
+
+    def move_slots(self, sources: Ints, targets: Ints) -> None:
+        """Copy keys and values from the slots `sources` to `targets`, every layer."""
+        for cache in (self._pool.keys, self._pool.values):
+            slots = cache.flatten(1, 2)
+            slots[:, self._tensor(targets)] = slots[:, self._tensor(sources)]
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=self._device)
