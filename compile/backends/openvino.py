@@ -4,6 +4,7 @@ Every weight keeps its stored numbers exactly: integer codes with float32 scales
 constants. The CPU plugin decompresses them inside its matrix products; all sums are in float32.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -165,13 +166,25 @@ def _dequantized(weight: QuantizedTensor) -> Node:
     that any stored dtype is exact.
     """
     out_features, in_features = weight.shape
-    groups = weight.scale.shape[1]
-    codes = weight.codes.view(out_features, groups, in_features // groups)
-    value = _codes(codes, weight)
+    size = _safe_group(weight)
+    repeats = in_features // weight.scale.shape[1] // size
+    codes = _codes(weight.codes.view(out_features, -1, size), weight)
+    scale = weight.scale.float().repeat_interleave(repeats, 1)[..., None]
     if weight.zero_point is not None:
-        value = ops.subtract(value, _codes(weight.zero_point[..., None], weight)).output(0)
-    value = ops.multiply(value, _constant(weight.scale[..., None].float())).output(0)
-    return _reshape(value, [out_features, in_features])
+        zero_point = weight.zero_point.repeat_interleave(repeats, 1)[..., None]
+        codes = ops.subtract(codes, _codes(zero_point, weight)).output(0)
+    return _reshape(ops.multiply(codes, _constant(scale)).output(0), [out_features, in_features])
+
+
+def _safe_group(weight: QuantizedTensor) -> int:
+    """The group size to build with: the weight's own, or a divisor that means the same numbers.
+
+    With 4-bit groups over 32 that 32 does not divide, OpenVINO 2026.4 applies the wrong scales to up to
+    4 rows, without a word; with 8 bits, in groups that 4 does not divide.
+    """
+    groups = weight.scale.shape[1]
+    size = weight.shape[1] // groups
+    return size if groups == 1 or size % 32 == 0 else math.gcd(size, 32)
 
 
 def _codes(codes: Tensor, weight: QuantizedTensor) -> Node:

@@ -42,7 +42,9 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}
 
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, head_dim=32, tie_word_embeddings=True),
-    "llama-bias": LlamaConfig(**SHAPE, head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters=LINEAR),
+    "llama-bias": LlamaConfig(
+        **SHAPE, head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters=LINEAR
+    ),
     "llama3": LlamaConfig(**SHAPE, head_dim=48, rope_parameters=LLAMA3),
     "mistral": MistralConfig(**SHAPE, head_dim=16, sliding_window=21),
     "mistral-full": MistralConfig(**SHAPE, head_dim=16, sliding_window=None),
@@ -53,13 +55,18 @@ FAMILIES: dict[str, PretrainedConfig] = {
 
 
 def write_family(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """A checkpoint of the family; norms and biases, which start as ones and zeros, are made random too."""
-    torch.manual_seed(len(name))
-    model = AutoModelForCausalLM.from_config(FAMILIES[name])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
+    """A checkpoint of the family."""
+    return write_model(FAMILIES[name], folder, dtype)
+
+
+@torch.no_grad()
+def write_model(config: PretrainedConfig, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """A seeded checkpoint; norms and biases, which start as ones and zeros, are made random too."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.add_(torch.randn_like(parameter) * 0.3)
     model.to(dtype).save_pretrained(folder)
     return folder
 

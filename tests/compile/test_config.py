@@ -47,7 +47,9 @@ def test_an_older_checkpoint_writes_the_rope_in_two_fields() -> None:
     changes = {"rope_parameters": None, "rope_theta": 5e4}
     old = {**{name: value for name, value in LLAMA3.items() if name not in ("rope_theta", "rope_type")}}
     for kind in ("type", "rope_type"):
-        config = read_config(content("llama3", **changes, rope_scaling={**old, kind: "llama3"}), "config.json")
+        config = read_config(
+            content("llama3", **changes, rope_scaling={**old, kind: "llama3"}), "config.json"
+        )
         assert config == read_config(content("llama3"), "config.json")
     config = read_config(content("llama", rope_parameters=None, rope_scaling=None), "config.json")
     assert config.rope == Rope(10_000.0, 32)
@@ -65,13 +67,19 @@ def test_scaled_frequencies_are_those_of_transformers(parameters: dict[str, Any]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported.*LlamaForCausalLM.*Qwen3"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "'GPT2LMHeadModel' is not supported.*LlamaForCausalLM.*Qwen3",
+        ),
         ({"architectures": []}, "architectures is"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: unknown field"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type 'yarn' is not supported"),
         ({"rope_parameters": {"rope_theta": 1e4, "mscale": 2}}, "rope_parameters.mscale: unknown field"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor: is missing"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: is .*wanted rope_parameters alone"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_scaling: is .*wanted rope_parameters alone",
+        ),
         ({"rope_theta": 5.0}, "rope_theta: is 5.0, wanted 10000.0"),
         ({"hidden_act": "gelu"}, "hidden_act: is 'gelu', wanted 'silu'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: is 0, wanted a positive whole number"),
@@ -90,9 +98,9 @@ def test_qwen_layer_types_have_to_agree_with_the_other_fields() -> None:
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     config = read_config(content("qwen2-window", layer_types=kinds), "config.json")
     assert config.windows == (None, 40, None)
-    with pytest.raises(QtoolError, match="layer_types: is .*wanted full_attention alone"):
+    with pytest.raises(QtoolError, match=r"layer_types: is .*wanted full_attention alone"):
         read_config(content("qwen2", layer_types=kinds), "config.json")
-    with pytest.raises(QtoolError, match="layer_types: is .*wanted 3 of"):
+    with pytest.raises(QtoolError, match=r"layer_types: is .*wanted 3 of"):
         read_config(content("qwen2-window", layer_types=kinds[:2]), "config.json")
 
 

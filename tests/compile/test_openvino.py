@@ -7,6 +7,7 @@ import numpy as np
 import openvino as ov
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from qtool.compile.build import compile_engine
 from qtool.compile.engine import read_spec
@@ -16,7 +17,14 @@ from qtool.core.schemes import IntScheme
 from qtool.runtime.engines import open_engine
 from qtool.runtime.engines.contract import Engine
 from qtool.runtime.engines.openvino import MODEL, compile_model
-from tests.compile.checkpoints import FAMILIES, round_to, write_family, write_quantized
+from tests.compile.checkpoints import (
+    FAMILIES,
+    SHAPE,
+    round_to,
+    write_family,
+    write_model,
+    write_quantized,
+)
 from tests.compile.steps import Chunk, difference, in_chunks, step_of
 
 TOKENS = np.random.default_rng(1).integers(0, 101, 150).tolist()
@@ -98,6 +106,20 @@ def test_linears_of_several_schemes_side_by_side_are_not_mixed_up(
     }
     source = write_family("qwen2", tmp_path / "source", scale_dtype)
     checkpoint = write_quantized(source, tmp_path / "model", schemes, scale_dtype)
+    assert_same(compiled(checkpoint), open_engine(checkpoint, kv_cache_tokens=POOL))
+
+
+@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("group_size", [48, 20, 6])
+def test_a_group_size_that_the_plugin_gets_wrong_is_split_exactly(
+    num_bits: int, group_size: int, compiled: Compiler, tmp_path: Path
+) -> None:
+    """Found with OpenVINO 2026.4.1: steps of one to four tokens had another group's scales."""
+    sizes = {"hidden_size": 4 * group_size, "intermediate_size": 3 * group_size}
+    config = LlamaConfig(**{**SHAPE, **sizes, "num_attention_heads": 2, "num_key_value_heads": 1})
+    source = write_model(config, tmp_path / "source")
+    scheme = IntScheme(num_bits, group_size, symmetric=False)
+    checkpoint = write_quantized(source, tmp_path / "model", {"mlp": scheme})
     assert_same(compiled(checkpoint), open_engine(checkpoint, kv_cache_tokens=POOL))
 
 

@@ -56,9 +56,7 @@ def test_a_ragged_batch_gives_each_sequence_its_own_logits(family: Path) -> None
     tables = [[11, 3, 20, 5, 8, 1, 9, 2, 6], [4, 15, 7], [19, 0]]
     engine.run(step_of(Chunk(first[:40], 0, tables[0]), Chunk(second[:6], 0, tables[1])))
     mixed = engine.run(
-        step_of(
-            Chunk(first[40:], 40, tables[0]), Chunk(second[6:], 6, tables[1]), Chunk(third, 0, tables[2])
-        )
+        step_of(Chunk(first[40:], 40, tables[0]), Chunk(second[6:], 6, tables[1]), Chunk(third, 0, tables[2]))
     )
     assert difference(mixed, np.concatenate([alone[0][40:], alone[1][6:], alone[2]])) < BOUND
 

@@ -28,7 +28,10 @@ def read_everything(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda t: t.update({f"{LAYER}.mlp.router.weight": torch.ones(2)}), "mlp.router.weight, which has no"),
+        (
+            lambda t: t.update({f"{LAYER}.mlp.router.weight": torch.ones(2)}),
+            "mlp.router.weight, which has no",
+        ),
         (lambda t: t.update({f"{LAYER}.mlp.up_proj.bias": torch.ones(160)}), "up_proj has a bias"),
         (lambda t: t.update({f"{LAYER}.mlp.up_proj.lora": torch.ones(160)}), "up_proj.lora, which has no"),
         (lambda t: t.update({f"{LAYER}.mlp.up_proj.weight": torch.ones(2, 96)}), r"has shape \(2, 96\)"),
