@@ -17,12 +17,12 @@ say "$qtool" quantize "$model" --recipe awq4 --num-samples 32 -o "$out/awq4"
 say "$qtool" eval "$out/awq4" --baseline "$model" --recipe awq4 --num-windows 2
 say "$qtool" compile "$out/awq4" --target openvino -o "$out/engine"
 
-printf '\n\033[1m$ %s\033[0m\n' "$qtool serve $out/engine --port $port &" >&2
-"$qtool" serve "$out/engine" --port "$port" &
+printf '\n\033[1m$ %s\033[0m\n' "$qtool serve $out/engine --served-model-name smollm2 --port $port &" >&2
+"$qtool" serve "$out/engine" --served-model-name smollm2 --port "$port" &
 server=$!
 trap 'kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true' EXIT
 
-question='{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 40, "temperature": 0}'
+question='{"model": "smollm2", "messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 40, "temperature": 0}'
 printf '\n\033[1m$ POST /v1/chat/completions %s\033[0m\n' "$question" >&2
 QUESTION=$question URL=http://127.0.0.1:$port SERVER=$server "$(dirname "$qtool")/python" - <<'ASK'
 import json, os, time, urllib.error, urllib.request
