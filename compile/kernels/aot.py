@@ -14,7 +14,7 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
 from qtool.compile.kernels.paged_attention import attend, merge
-from qtool.compile.kernels.spec import MERGE_TILE, AttentionSpec, Tile, constants, merge_constants
+from qtool.compile.kernels.spec import MERGE_TILE, AttentionSpec, Dtype, Tile, constants, merge_constants
 from qtool.errors import QtoolError, UsageError
 
 SHARED_LIMITS = {80: 163, 89: 99, 90: 227, 100: 227}
@@ -71,16 +71,16 @@ def compile_ahead(spec: AttentionSpec, cc: int, tile: Tile) -> CompiledKernel:
     return _compile(attend, arguments | outputs, fixed, cc, tile)
 
 
-def compile_merge(spec: AttentionSpec, cc: int) -> CompiledKernel:
+def compile_merge(head_dim: int, dtype: Dtype, cc: int) -> CompiledKernel:
     """`merge` for the partial results of `attend`; launch one program a row of the output, T * H in all."""
     arguments = {
         "parts": "*fp32",
         "lse": "*fp32",
         "num_rows": "i32",
         "num_splits": "i32",
-        "output": POINTERS[spec.dtype],
+        "output": POINTERS[dtype],
     }
-    return _compile(merge, arguments, merge_constants(spec), cc, MERGE_TILE)
+    return _compile(merge, arguments, merge_constants(head_dim), cc, MERGE_TILE)
 
 
 def _pool_pointer(spec: AttentionSpec, cc: int) -> str:
@@ -99,11 +99,13 @@ def _compile(kernel: Any, arguments: dict[str, str], fixed: Constants, cc: int, 
         for place, kind in enumerate(signature.values())
         if kind.startswith("*")
     }
-    built = triton.compile(
-        ASTSource(kernel, signature, constexprs=dict(fixed), attrs=aligned),
-        target=GPUTarget("cuda", cc, 32),
-        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
-    )
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.disable_line_info = True  # it names folders of this machine
+        built = triton.compile(
+            ASTSource(kernel, signature, constexprs=dict(fixed), attrs=aligned),
+            target=GPUTarget("cuda", cc, 32),
+            options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        )
     metadata = built.metadata
     if metadata.shared > SHARED_LIMITS[cc] * 1024:
         raise QtoolError(

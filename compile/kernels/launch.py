@@ -126,7 +126,13 @@ def paged_attention(
     if spec.split:
         rows = tokens * spec.num_heads
         merge[(rows,)](
-            attended, lse, rows, parts, output, **merge_constants(spec), num_warps=MERGE_TILE.num_warps
+            attended,
+            lse,
+            rows,
+            parts,
+            output,
+            **merge_constants(spec.head_dim),
+            num_warps=MERGE_TILE.num_warps,
         )
     return output
 

@@ -150,12 +150,12 @@ def attend(
         # 64 bits: a pool may hold more than 2**31 elements.
         slot = (block.to(tl.int64) * block_size + key_position % block_size) * num_kv_heads + kv_head
         key_at = key_pool + slot[None, :] * head_dim + dims[:, None]
-        key = _widen(tl.load(key_at, mask=is_key[None, :] & is_dim[:, None], other=0), query.dtype)
+        key = _widen(tl.load(key_at, mask=is_key[None, :] & is_dim[:, None], other=0.0), query.dtype)
         visible = is_row[:, None] & is_key[None, :]
         if window > 0:
             visible = visible & (key_position[None, :] > position[:, None] - window)
         value_at = value_pool + slot[:, None] * head_dim + dims[None, :]
-        value = _widen(tl.load(value_at, mask=is_key[:, None] & is_dim[None, :], other=0), query.dtype)
+        value = _widen(tl.load(value_at, mask=is_key[:, None] & is_dim[None, :], other=0.0), query.dtype)
         scores = tl.dot(query, key) * past_scale
         total, largest, weighted = _accumulate(scores, visible, value, total, largest, weighted)
 

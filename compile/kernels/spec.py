@@ -89,16 +89,15 @@ def tiles(spec: AttentionSpec) -> tuple[Tile, Tile]:
 
     Both keep to 48 KiB of shared memory: what a launch gets on every GPU without asking for more, which the
     caller of an ahead-of-time kernel may not know to do. Within that, the narrow one has as many bytes in
-    flight as fit (decode waits for memory), and neither spills registers.
+    flight as fit: decode waits for memory.
     """
     rows = power_of_two(spec.group)
     if spec.head_dim > 128:
-        return Tile(rows, 16, num_warps=4, num_stages=2 if rows > 16 else 3), Tile(
-            32, 16, num_warps=4, num_stages=2
-        )
+        narrow = Tile(rows, 16, num_warps=4, num_stages=2 if rows > 16 else 3)
+        return narrow, Tile(32, 16, num_warps=4, num_stages=2)
     narrow = Tile(rows, 32, num_warps=4, num_stages=3)
-    if spec.head_dim > 64:
-        return narrow, Tile(64, 32, num_warps=8, num_stages=2)
+    if spec.head_dim > 64:  # a tree's mask has no room beside a second key tile
+        return narrow, Tile(64, 32, num_warps=8, num_stages=1 if spec.tree else 2)
     return narrow, Tile(64, 64, num_warps=4, num_stages=2)
 
 
@@ -154,9 +153,9 @@ def constants(spec: AttentionSpec, tile: Tile) -> dict[str, int | float | bool]:
     }
 
 
-def merge_constants(spec: AttentionSpec) -> dict[str, int]:
+def merge_constants(head_dim: int) -> dict[str, int]:
     """The compile-time arguments of `merge`."""
-    return {"head_dim": spec.head_dim, "max_splits": MAX_SPLITS, "tile_dims": power_of_two(spec.head_dim)}
+    return {"head_dim": head_dim, "max_splits": MAX_SPLITS, "tile_dims": power_of_two(head_dim)}
 
 
 def power_of_two(number: int) -> int:

@@ -1,0 +1,128 @@
+"""The TensorRT plugins through NVIDIA's Python layer, up to what TensorRT would launch. No GPU is needed."""
+
+import json
+import sys
+from pathlib import Path
+from subprocess import PIPE, run
+from typing import Any
+
+import pytest
+
+from qtool.compile.kernels.paged_attention import attend, merge
+from qtool.compile.kernels.spec import AttentionSpec, grid, num_splits, tiles
+from qtool.compile.kernels.tensorrt_plugin import INPUTS, add_paged_attention
+from qtool.errors import UsageError
+
+SPEC = AttentionSpec(9, 3, 64, 16, 0.125, split=True)
+MAX_BLOCKS = 512
+
+# T and B of a batch of one with a long context, of eight sequences that verify 5 drafts, and of a chunk.
+EXTENTS = {"decode": (1, 1), "verify": (48, 8), "chunk": (512, 1)}
+
+
+def case(tokens: int, sequences: int, tactic: int) -> dict[str, Any]:
+    """One layer of SmolLM2 on sm_90."""
+    new, pool = [tokens, 3, 64], [1000, 16, 3, 64]
+    inputs: dict[str, tuple[list[int], str]] = {
+        "queries": ([tokens, 9, 64], "HALF"),
+        "new_keys": (new, "HALF"),
+        "new_values": (new, "HALF"),
+        "key_pool": (pool, "HALF"),
+        "value_pool": (pool, "HALF"),
+        "block_tables": ([sequences, MAX_BLOCKS], "INT32"),
+        "past_lens": ([sequences], "INT32"),
+        "new_starts": ([sequences + 1], "INT32"),
+        "positions": ([tokens], "INT32"),
+        "tree": ([1, 1], "BOOL"),
+        "key_scales": ([1], "FLOAT"),
+        "value_scales": ([1], "FLOAT"),
+    }
+    attributes = {
+        "num_heads": 9,
+        "num_kv_heads": 3,
+        "head_dim": 64,
+        "block_size": 16,
+        "scale": 0.125,
+        "window": 0,
+    }
+    return {
+        "name": "attend",
+        "inputs": [inputs[name] for name in INPUTS],
+        "attributes": {**attributes, "has_tree": False, "compute_capability": 90},
+        "tactic": tactic,
+    }
+
+
+def merge_case(dtype: str) -> dict[str, Any]:
+    return {
+        "name": "merge",
+        "inputs": [([4, 48, 9, 64], "FLOAT"), ([4, 48, 9], "FLOAT")],
+        "attributes": {"head_dim": 64, "dtype": dtype, "compute_capability": 90},
+        "tactic": 0,
+    }
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each case has TensorRT launch. One process for all, since it takes seconds to start."""
+    cases = {
+        f"{name} {tactic}": case(*extent, tactic) for name, extent in EXTENTS.items() for tactic in (1, 2)
+    }
+    cases |= {f"merge {dtype}": merge_case(dtype) for dtype in ("float16", "bfloat16")}
+    script = Path(__file__).with_name("kernels_tensorrt.py")
+    done = run(
+        [sys.executable, script], input=json.dumps(list(cases.values())), stdout=PIPE, text=True, check=True
+    )
+    # TensorRT's own log shares stdout.
+    return dict(zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("tactic", [1, 2])
+@pytest.mark.parametrize("extent", EXTENTS)
+def test_tensorrt_launches_what_the_torch_engine_would(
+    told: dict[str, Any], extent: str, tactic: int
+) -> None:
+    tokens, sequences = EXTENTS[extent]
+    tile = tiles(SPEC)[tactic - 1]
+    splits = num_splits(SPEC, tokens, sequences, MAX_BLOCKS)
+    launch = told[f"{extent} {tactic}"]
+    assert launch["grid"] == list(grid(SPEC, tile, tokens, sequences, splits))
+    assert launch["block"] == [tile.num_warps * 32, 1, 1]
+    assert launch["scalars"] == [tokens, sequences, MAX_BLOCKS, 1]
+    assert launch["outputs"] == [[[splits, tokens, 9, 64], "FLOAT"], [[splits, tokens, 9], "FLOAT"]]
+    assert launch["tactics"] == [1, 2]
+    assert launch["kernel"] == "attend"
+
+
+def test_a_long_context_is_cut_and_a_chunk_is_not(told: dict[str, Any]) -> None:
+    assert told["decode 1"]["grid"][2] > 1
+    assert told["chunk 2"]["grid"][2] == 1
+
+
+def test_kernels_take_inputs_then_scalars_then_outputs_as_tensorrt_passes_them(told: dict[str, Any]) -> None:
+    assert told["decode 1"]["parameters"] == ["u64"] * len(INPUTS) + ["u32"] * 4 + ["u64"] * 2
+    assert attend.arg_names[:18] == [
+        *INPUTS,
+        "num_tokens",
+        "num_sequences",
+        "max_blocks",
+        "tree_width",
+        "output",
+        "lse",
+    ]
+    assert told["merge float16"]["parameters"] == ["u64", "u64", "u32", "u32", "u64"]
+    assert merge.arg_names[:5] == ["parts", "lse", "num_rows", "num_splits", "output"]
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float16", "HALF"), ("bfloat16", "BF16")])
+def test_merge_gives_one_row_a_head_in_the_wanted_dtype(told: dict[str, Any], dtype: str, kind: str) -> None:
+    launch = told[f"merge {dtype}"]
+    assert launch["outputs"] == [[[48, 9, 64], kind]]
+    assert launch["grid"] == [48 * 9, 1, 1]
+    assert launch["scalars"] == [48 * 9, 4]
+
+
+def test_a_missing_tensor_is_named() -> None:
+    tensors = dict.fromkeys(INPUTS[:-2])
+    with pytest.raises(UsageError, match="no tensor for key_scales, value_scales"):
+        add_paged_attention(None, SPEC, 90, tensors)
