@@ -3,8 +3,8 @@
 from importlib import import_module
 from pathlib import Path
 
-from huggingface_hub import HfApi
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from qtool.calibrate.text import Record, read_jsonl, read_text, record_of
 from qtool.errors import QtoolError, UsageError
@@ -20,28 +20,33 @@ def load_hub(dataset: str, endpoint: str | None = None) -> list[Record]:
     """
     _, repository, *rest = dataset.split(":")
     split, column = ([*rest, None, None])[:2]
-    api = HfApi(endpoint=endpoint)
+    split = split or "train"
     try:
-        names = choose_files(dataset, api.list_repo_files(repository, repo_type="dataset"), split or "train")
-        paths = [Path(api.hf_hub_download(repository, name, repo_type="dataset")) for name in names]
-    except (RepositoryNotFoundError, EntryNotFoundError) as error:
+        folder = snapshot_download(
+            repository,
+            repo_type="dataset",
+            endpoint=endpoint,
+            allow_patterns=[f"*{split}*{suffix}" for suffix in _SUFFIXES],
+        )
+    except RepositoryNotFoundError as error:
         raise UsageError(f"{dataset}: is not on the hub, or needs a login ('hf auth login')") from error
-    except (HfHubHTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, HfHubHTTPError, ConnectionError) as error:
         raise QtoolError(
-            f"{dataset}: the hub cannot be reached ({type(error).__name__}); check the network, "
+            f"{dataset}: the hub cannot be reached and the cache holds no copy; check the network, "
             "or name a local .txt or .jsonl file"
         ) from error
+    paths = choose_files(dataset, [path for path in Path(folder).rglob("*") if path.is_file()], split)
     return [record for path in paths for record in _read(dataset, path, column)]
 
 
-def choose_files(dataset: str, names: list[str], split: str) -> list[str]:
+def choose_files(dataset: str, paths: list[Path], split: str) -> list[Path]:
     """The data files of one split, all of the first kind found; UsageError when there are none."""
     for suffix in _SUFFIXES:
-        chosen = sorted(name for name in names if name.endswith(suffix) and split in name)
+        chosen = sorted(path for path in paths if path.suffix == suffix and split in str(path))
         if chosen:
             return chosen
     raise UsageError(
-        f"{dataset}: holds no {', '.join(_SUFFIXES)} file of split {split!r}; files: {', '.join(names)}"
+        f"{dataset}: holds no {', '.join(_SUFFIXES)} file of split {split!r}; name another split"
     )
 
 

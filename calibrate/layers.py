@@ -119,24 +119,34 @@ class LayerRunner:
         return output[0] - window
 
     def _load(self, part: nn.Module, prefix: str, weights: Weights) -> None:
-        persistent = set(part.state_dict())
+        stored = set(part.state_dict())
         for path, module in part.named_modules():
             scope = f"{path}." if path else ""
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                value = _checked(f"{prefix}.{scope}{name}", parameter.shape, weights)
-                setattr(module, name, nn.Parameter(value, requires_grad=False))
-            buffers = list(module.named_buffers(recurse=False))
-            for name, buffer in buffers:
-                if f"{scope}{name}" in persistent:
-                    setattr(module, name, _checked(f"{prefix}.{scope}{name}", buffer.shape, weights))
-                else:
-                    setattr(module, name, torch.full_like(buffer, torch.nan, device="cpu"))
-            if buffers:
-                # The buffers that no checkpoint stores (rotary frequencies, say) are computed from the
-                # config here, as they are when transformers itself loads a model.
-                self.model._init_weights(module)
-            if any(bool(buffer.isnan().any()) for _, buffer in module.named_buffers(recurse=False)):
-                raise QtoolError(f"{prefix}.{path}: its buffers cannot be computed from the config")
+            computed = [name for name, _ in module.named_buffers(recurse=False) if scope + name not in stored]
+            if computed:
+                self._compute_buffers(f"{prefix}.{path}", module, computed)
+            for name, value in [
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            ]:
+                if scope + name in stored:
+                    tensor = _checked(f"{prefix}.{scope}{name}", value.shape, weights)
+                    is_parameter = isinstance(value, nn.Parameter)
+                    setattr(
+                        module, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+                    )
+
+    def _compute_buffers(self, where: str, module: nn.Module, names: list[str]) -> None:
+        """Fill the buffers that no checkpoint stores (rotary frequencies, say) from the config.
+
+        That is what transformers does when it loads a model; the module's weights, still without memory,
+        are not touched by it.
+        """
+        for name in names:
+            setattr(module, name, torch.full_like(module.get_buffer(name), torch.nan, device="cpu"))
+        self.model._init_weights(module)
+        if any(bool(module.get_buffer(name).isnan().any()) for name in names):
+            raise QtoolError(f"{where}: its buffers {', '.join(names)} cannot be computed from the config")
 
 
 def _skeleton(checkpoint: Checkpoint) -> Any:

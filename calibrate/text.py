@@ -20,7 +20,8 @@ def load_records(dataset: str) -> list[Record]:
     """The records behind a recipe's ``calibration.dataset``.
 
     A ``.txt`` file is one record; a ``.jsonl`` file holds a record a line, under ``text`` or ``messages``;
-    ``builtin:pydoc`` is Python's own language reference, which every installation carries;
+    ``builtin:pydoc`` is Python's own language reference, which every installation carries, and
+    ``builtin:pydoc-test`` an eighth of its topics that the other leaves out;
     ``hub:OWNER/NAME[:SPLIT[:COLUMN]]`` is fetched from the Hugging Face hub. Raises UsageError when the
     reference is unknown, unreadable, or holds no text.
     """
@@ -46,12 +47,14 @@ def digest(records: list[Record]) -> str:
 
 
 def _builtin(dataset: str) -> list[Record]:
-    known = [f"{_BUILTIN}pydoc"]
+    known = {f"{_BUILTIN}pydoc": False, f"{_BUILTIN}pydoc-test": True}
     if dataset not in known:
         raise UsageError(f"{dataset}: unknown built-in dataset; {nearest(dataset, known)}")
     from pydoc_data.topics import topics
 
-    return [topics[name] for name in sorted(topics)]
+    held_out = known[dataset]
+    texts = dict.fromkeys(topics[name] for name in sorted(topics))  # some topics share their text
+    return [text for index, text in enumerate(texts) if (index % 8 == 1) is held_out]
 
 
 def read_text(path: Path) -> list[Record]:

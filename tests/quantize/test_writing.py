@@ -1,0 +1,73 @@
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from qtool.quantize.work import lazy
+from qtool.quantize.writing import LazyTensor, write_safetensors, write_weights
+
+
+@pytest.fixture
+def tensors() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {
+        "bytes": torch.randint(-128, 127, (3,), dtype=torch.int8),
+        "b": torch.randn(7, 5).to(torch.bfloat16),
+        "a": torch.randn(5, 3).T,
+        "shape": torch.tensor([7, 5]),
+        "flag": torch.tensor(True),
+        "empty": torch.zeros(0, 4, dtype=torch.float16),
+    }
+
+
+def stored(tensors: dict[str, Tensor]) -> list[LazyTensor]:
+    return [lazy(name, tensors.__getitem__) for name in tensors]
+
+
+def read(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
+        with safe_open(file, framework="pt") as handle:
+            assert handle.metadata()["format"] == "pt"
+            for name in handle.keys():  # noqa: SIM118 - no mapping
+                yield name, handle.get_tensor(name)
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+def test_safetensors_reads_back_what_was_written(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    write_safetensors(tmp_path / "one", stored(tensors), {"format": "pt"})
+    assert_same(dict(read([tmp_path / "one"])), tensors)
+
+
+def test_the_order_of_the_tensors_does_not_change_the_bytes(
+    tmp_path: Path, tensors: dict[str, Tensor]
+) -> None:
+    write_safetensors(tmp_path / "one", stored(tensors), {})
+    write_safetensors(tmp_path / "two", stored(tensors)[::-1], {})
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+def test_a_large_model_is_cut_into_shards_with_an_index(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    write_weights(tmp_path, stored(tensors), shard_bytes=80)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 1
+    assert_same(dict(read(files)), tensors)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / file, framework="pt") as handle:
+            assert name in handle.keys()  # noqa: SIM118 - no mapping
+
+
+def test_a_small_model_is_one_file_without_index(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    write_weights(tmp_path, stored(tensors), shard_bytes=10_000)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
