@@ -11,6 +11,7 @@ from qtool.compile.engine import EngineSpec
 from qtool.core.checkpoint import COMPANIONS, Checkpoint
 from qtool.core.files import new_folder, sha256
 from qtool.core.manifest import MANIFEST, versions
+from qtool.core.recipe import TensorRtOptions
 from qtool.errors import UsageError, nearest
 
 
@@ -22,7 +23,9 @@ class Target:
     """``module:function`` that writes the model into a folder: (checkpoint, config, folder) -> None."""
     block_size: int
     kv_bytes: Mapping[str, Callable[[int], int]]
-    """For each precision of the KV pool: bytes of one head's key and value of `head_dim` features."""
+    """For each precision of the KV pool, the most exact first: bytes of one head's key and value."""
+    takes_options: bool = False
+    """`write` also takes target, kv_cache, tensorrt and progress by name."""
 
 
 def _quantized_kv(head_dim: int) -> int:
@@ -42,32 +45,61 @@ TARGETS: dict[str, Target] = {
     ),
     "onnx": Target("qtool.compile.backends.onnx:write", block_size=32, kv_bytes={"f32": _WHOLE_KV["f32"]}),
     "reference": Target("qtool.compile.backends.reference:write", block_size=32, kv_bytes=_WHOLE_KV),
+    **dict.fromkeys(
+        ("tensorrt-rtx", "tensorrt"),
+        Target(
+            "qtool.compile.backends.tensorrt.backend:write",
+            block_size=32,
+            kv_bytes={"f16": _WHOLE_KV["f16"]},
+            takes_options=True,
+        ),
+    ),
 }
-_WEIGHTS = (".bin", ".data", ".safetensors")
+_WEIGHTS = (".bin", ".data", ".plan", ".safetensors")
 
 
-def compile_engine(checkpoint: Path, target: str, output: Path, *, kv_cache: str = "f32") -> EngineSpec:
+def compile_engine(
+    checkpoint: Path,
+    target: str,
+    output: Path,
+    *,
+    kv_cache: str | None = None,
+    tensorrt: TensorRtOptions | None = None,
+    progress: Callable[[str, float], None] = lambda phase, share: None,
+) -> EngineSpec:
     """Compile the checkpoint folder for `target` into the new folder `output`, whole or not at all.
 
     `kv_cache` is the precision of keys and values in the pool: f32 is exact, f16 halves the pool's
-    bytes, u8 quarters them; what they cost is for ``qtool eval`` to measure. Raises UsageError for an
-    unknown target or precision and for an output that exists, QtoolError for a checkpoint that is damaged
-    or has something the decoder does not know.
+    bytes, u8 quarters them; what they cost is for ``qtool eval`` to measure. None takes the most exact that
+    the target has. `progress` is told the phase of a build that takes long, and the share of it that is done.
+
+    Raises UsageError for an unknown target or precision, for options of another target and for an output
+    that exists, QtoolError for a checkpoint that is damaged or has something the decoder does not know.
     """
     if target not in TARGETS:
         raise UsageError(
             f"target {target!r} is unknown; {nearest(target, TARGETS)} (known: {', '.join(sorted(TARGETS))})"
         )
-    kv_bytes = TARGETS[target].kv_bytes
+    kv_bytes, takes_options = TARGETS[target].kv_bytes, TARGETS[target].takes_options
+    if tensorrt is not None and not takes_options:
+        raise UsageError(f"target {target} has no use for the options of TensorRT; leave them out")
+    kv_cache = kv_cache or next(iter(kv_bytes))
     if kv_cache not in kv_bytes:
         raise UsageError(
             f"kv_cache {kv_cache!r} is not possible for target {target}; wanted {', '.join(kv_bytes)}"
         )
     source = Checkpoint(checkpoint)
     config = read_config(source.config, str(checkpoint / "config.json"))
+    options = {
+        "target": target,
+        "kv_cache": kv_cache,
+        "tensorrt": tensorrt or TensorRtOptions(),
+        "progress": progress,
+    }
     with new_folder(output) as folder:
         module, _, function = TARGETS[target].write.partition(":")
-        getattr(import_module(module), function)(source, config, folder)
+        write = getattr(import_module(module), function)
+        write(source, config, folder, **options if takes_options else {})
         _copy_companions(checkpoint, folder)
         spec = _spec(source, config, target, kv_cache, folder)
         spec.save(folder)
@@ -93,9 +125,8 @@ def _spec(source: Checkpoint, config: DecoderConfig, target: str, kv_cache: str,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        weight_bytes=sum(
-            file.stat().st_size for file in folder.iterdir() if file.suffix in (".bin", ".safetensors")
-        ),
+        window=min((window for window in config.windows if window is not None), default=None),
+        weight_bytes=sum(file.stat().st_size for file in folder.iterdir() if file.suffix in _WEIGHTS),
         kv_bytes_per_token=config.num_layers * config.num_kv_heads * kv_bytes,
         versions=versions(),
         checkpoint={file.name: sha256(file) for file in source.files},

@@ -27,6 +27,8 @@ class EngineSpec(BaseModel):
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    window: int | None
+    """The last positions that a token attends to in the layers with the narrowest sliding window, if any."""
     weight_bytes: int
     """Of the weights on disk."""
     kv_bytes_per_token: int

@@ -1,28 +1,106 @@
 """``qtool compile``: lower a checkpoint to an engine."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from qtool.core.recipe import CompileTarget, TensorRtOptions
+
+_TENSORRT = "TensorRT"
 
 
 def compile_(
     checkpoint: Annotated[str, typer.Argument(help="Folder, .gguf file, built-in model or hub id.")],
-    target: Annotated[str, typer.Option(help="Backend: openvino or reference.")],
+    *,
+    target: Annotated[
+        str, typer.Option(help="Backend: openvino, onnx, tensorrt-rtx, tensorrt or reference.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Engine folder to write; must not exist.")],
     kv_cache: Annotated[
-        str, typer.Option(help="Precision of the KV cache: f32, f16 or u8. Below f32 costs accuracy.")
-    ] = "f32",
+        str | None,
+        typer.Option(
+            help="Precision of the KV cache: f32, f16 or u8; the target's most exact by default. "
+            "Below f32 costs accuracy."
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", "-r", help="Take what its compile section says of the target.")
+    ] = None,
+    cc: Annotated[
+        str | None,
+        typer.Option(help="Compute capabilities to build for, such as 80,86,89.", rich_help_panel=_TENSORRT),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Sequences that decode in one call.", rich_help_panel=_TENSORRT)
+    ] = None,
+    chunk: Annotated[
+        int | None, typer.Option(help="Prompt tokens that one call computes.", rich_help_panel=_TENSORRT)
+    ] = None,
+    max_context: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a sequence; the model's by default.", rich_help_panel=_TENSORRT),
+    ] = None,
+    draft_tokens: Annotated[
+        int | None, typer.Option(help="Drafts that one call verifies; 0: none.", rich_help_panel=_TENSORRT)
+    ] = None,
 ) -> None:
     """Build an engine for one kind of machine, ready to serve, and print its folder."""
-    from rich.console import Console
-
+    from qtool.cli.progress import share_bar
     from qtool.compile.build import compile_engine
     from qtool.core.files import refuse_existing
+    from qtool.core.recipe import CompileTarget
     from qtool.core.sources import resolve
 
     refuse_existing(output)  # before a model is downloaded in vain
-    source = resolve(checkpoint)
-    with Console(stderr=True).status(f"compiling for {target}"):
-        compile_engine(source, target, output, kv_cache=kv_cache)
+    chosen = CompileTarget(target=target) if recipe is None else _of_recipe(recipe, target)
+    limits: dict[str, object] = {
+        "compute_capabilities": _capabilities(cc),
+        "max_num_seqs": max_num_seqs,
+        "chunk": chunk,
+        "max_context": max_context,
+        "draft_tokens": draft_tokens,
+    }
+    with share_bar(f"compiling for {target}") as progress:
+        compile_engine(
+            resolve(checkpoint),
+            target,
+            output,
+            kv_cache=kv_cache or chosen.kv_cache,
+            tensorrt=_changed(chosen.tensorrt, limits),
+            progress=progress,
+        )
     typer.echo(output)
+
+
+def _of_recipe(recipe: str, target: str) -> "CompileTarget":
+    from qtool.errors import UsageError
+    from qtool.recipes import find_recipe
+
+    known = {chosen.target: chosen for chosen in find_recipe(recipe).compile}
+    if target not in known:
+        raise UsageError(
+            f"{recipe}: compile names {', '.join(known) or 'no target'}, not {target}; add it there"
+        )
+    return known[target]
+
+
+def _capabilities(text: str | None) -> tuple[int, ...] | None:
+    from qtool.errors import UsageError
+
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"--cc is {text!r}, wanted whole numbers such as 80,86,89") from None
+
+
+def _changed(options: "TensorRtOptions | None", limits: dict[str, object]) -> "TensorRtOptions | None":
+    """The options with those of the command line in their place; None when neither says any."""
+    from qtool.core.recipe import TensorRtOptions, override
+
+    if all(value is None for value in limits.values()):
+        return options
+    return override(options or TensorRtOptions(), **limits)

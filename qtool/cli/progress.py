@@ -13,3 +13,16 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=total)
         yield lambda: progress.advance(task)
+
+
+@contextmanager
+def share_bar(what: str) -> Iterator[Callable[[str, float], None]]:
+    """Show what goes on; yields the function that is told the phase and the share of the whole, 0 to 1.
+
+    Until the first call there is no bar, since some work tells nothing of its progress.
+    """
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda phase, share: progress.update(
+            task, description=f"{what}: {phase.lower()}", completed=share, total=1.0
+        )

@@ -157,11 +157,36 @@ class Evaluation(_Frozen):
     gates: Gates = Gates()
 
 
+class TensorRtOptions(_Frozen):
+    """What a TensorRT engine is built for. Its limits become the bounds of the optimization profiles."""
+
+    compute_capabilities: tuple[Annotated[int, Field(ge=10)], ...] = Field(
+        (), description="GPUs to build for, 86 being 8.6; empty: those of tensorrt-rtx's default"
+    )
+    max_num_seqs: int = Field(16, ge=1, description="sequences that decode in one call")
+    chunk: int = Field(256, ge=1, description="prompt tokens that one call computes")
+    max_context: int | None = Field(None, ge=1, description="tokens of a sequence; null: the model's")
+    draft_tokens: int = Field(
+        4, ge=0, description="drafts, or nodes of a tree, that one call verifies; 0 builds no such profile"
+    )
+    zero_points: Literal["exact", "requantize"] = Field(
+        "exact", description="asymmetric weights: a correction term, or rounded again without zero points"
+    )
+    keep_onnx: bool = Field(False, description="leave the graph that was compiled beside the engine")
+
+
 class CompileTarget(_Frozen):
     """An engine to build."""
 
-    target: str = Field(description="openvino or reference")
-    kv_cache: Literal["f32", "f16", "u8"] = "f32"
+    target: str = Field(description="openvino, onnx, tensorrt-rtx, tensorrt or reference")
+    kv_cache: Literal["f32", "f16", "u8"] | None = Field(None, description="null: the target's most exact")
+    tensorrt: TensorRtOptions | None = Field(None, description="of the TensorRT targets alone")
+
+    @model_validator(mode="after")
+    def _options_have_a_use(self) -> Self:
+        if self.tensorrt is not None and not self.target.startswith("tensorrt"):
+            raise ValueError(f"tensorrt has no use for target {self.target}; drop it")
+        return self
 
 
 class Recipe(_Frozen):
