@@ -35,6 +35,7 @@ _VECTORS = (
     "block_indices",
     "block_indices_begins",
     "logit_rows",
+    "tree_masks_begins",
 )
 _DENSE = {torch.float32: ov.Type.f32, torch.float16: ov.Type.f16, torch.bfloat16: ov.Type.bf16}
 
@@ -44,6 +45,7 @@ class OpenVino:
 
     def __init__(self) -> None:
         self.parameters = {name: _parameter(name, ov.Type.i32, [-1]) for name in _VECTORS}
+        self.parameters["tree_masks"] = _parameter("tree_masks", ov.Type.u8, [-1])
         self.parameters["max_context_len"] = _parameter("max_context_len", ov.Type.i32, [])
         self._rotations: dict[Rope, tuple[Node, Node]] = {}
         self._table: tuple[Tensor, Node] | None = None
@@ -103,7 +105,7 @@ class OpenVino:
                 _empty(ov.Type.f32, rank=4),  # attention sinks
                 *(_int32(0), none, none, none),  # cache eviction
                 none,  # token types
-                *(_empty(ov.Type.u8), none),  # mask among the new tokens, and where each sequence's begins
+                *(self._input("tree_masks"), self._input("tree_masks_begins")),
             ]
         )
         return node.output(0)

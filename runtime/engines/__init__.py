@@ -11,6 +11,8 @@ DRIVERS = {
     "onnx": "qtool.runtime.engines.onnx:open_onnx",
     "openvino": "qtool.runtime.engines.openvino:open_openvino",
     "reference": "qtool.runtime.engines.reference:open_reference",
+    "tensorrt": "qtool.runtime.engines.tensorrt:open_tensorrt",
+    "tensorrt-rtx": "qtool.runtime.engines.tensorrt:open_tensorrt",
 }
 
 

@@ -63,6 +63,8 @@ class Engine(Protocol):
     """Tokens a block holds."""
     num_blocks: int
     """Blocks in the pool."""
+    takes_trees: bool
+    """Whether a step may have masks and slots can be moved; else both raise QtoolError."""
 
     def run(self, step: Step) -> Floats:
         """Run one step; logits [R, V] of the wanted rows. The pool is written, nothing else changes."""
@@ -76,6 +78,5 @@ class Engine(Protocol):
         """Copy keys and values from the slots `sources` to `targets`, every layer, as if all were read first.
 
         Slots are numbered over the whole pool, see `slots_of`; one call does for all sequences of a step.
-        Raises QtoolError when the engine's pool cannot: its tokens are not stored one by one.
         """
         ...

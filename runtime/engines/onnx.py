@@ -35,6 +35,7 @@ class OnnxEngine:
         self.max_context = spec.max_context
         self.block_size = spec.block_size
         self.num_blocks = num_blocks(kv_cache_tokens, spec.block_size, spec.kv_bytes_per_token)
+        self.takes_trees = True
         self._session = open_session(model, threads)
         inputs = {port.name: port.type for port in self._session.get_inputs()}
         self._windows = {_window(name): name for name in inputs if name.startswith(_MASK)}

@@ -13,6 +13,10 @@ from qtool.runtime.engines.contract import Floats, Ints, Step
 from qtool.runtime.engines.pool import num_blocks
 
 MODEL = "model.xml"
+_NO_TREES = (
+    "this OpenVINO engine takes chains of drafts, no trees: in a u8 KV cache the keys of a block share their "
+    "scales, and sliding windows count slots, where a tree's positions differ"
+)
 
 
 class OpenVinoEngine:
@@ -24,6 +28,7 @@ class OpenVinoEngine:
         self.max_context = spec.max_context
         self.block_size = spec.block_size
         self.num_blocks = num_blocks(kv_cache_tokens, spec.block_size, spec.kv_bytes_per_token)
+        self.takes_trees = spec.kv_cache != "u8" and spec.window is None
         compiled = compile_model(path / MODEL, spec, threads)
         self._request = compiled.create_infer_request()
         self._inputs = {port.any_name: index for index, port in enumerate(compiled.inputs)}
@@ -33,6 +38,8 @@ class OpenVinoEngine:
 
     def run(self, step: Step) -> Floats:
         """Run one step; logits [R, V] of the wanted rows. Raises ValueError for a table too short."""
+        if step.masks is not None and not self.takes_trees:
+            raise QtoolError(_NO_TREES)
         ends = step.past_lens + step.new_lens
         blocks = -(-ends // self.block_size)
         begins = _begins(blocks)
@@ -46,6 +53,7 @@ class OpenVinoEngine:
         self._set("block_indices", np.fromiter(used, np.int32, begins[-1]))
         self._set("block_indices_begins", begins)
         self._set("logit_rows", step.logit_rows)
+        self._set_masks(step)
         self._longest.data[()] = ends.max()
         self._request.infer(share_outputs=True)
         logits: Floats = self._request.get_output_tensor(0).data.copy()
@@ -55,6 +63,21 @@ class OpenVinoEngine:
         """Copy a block's keys and values, every layer."""
         for pool in self._pools:
             pool[target] = pool[source]
+
+    def move_slots(self, sources: Ints, targets: Ints) -> None:
+        """Copy keys and values from the slots `sources` to `targets`, every layer."""
+        if not self.takes_trees:
+            raise QtoolError(_NO_TREES)
+        (source, at), (target, to) = (np.divmod(slots, self.block_size) for slots in (sources, targets))
+        for pool in self._pools:
+            pool[target, :, to] = pool[source, :, at]
+
+    def _set_masks(self, step: Step) -> None:
+        """The masks among new tokens, row by row, one sequence after another; none for a causal step."""
+        masks = [] if step.masks is None else [step.mask(i).ravel() for i in range(len(step.new_lens))]
+        flat = np.concatenate(masks, dtype=np.uint8) if masks else np.empty(0, np.uint8)
+        self._request.set_input_tensor(self._inputs["tree_masks"], ov.Tensor(flat, shared_memory=False))
+        self._set("tree_masks_begins", _begins(step.new_lens**2) if masks else np.empty(0, np.int32))
 
     def _set(self, name: str, values: Ints) -> None:
         tensor = ov.Tensor(np.ascontiguousarray(values, np.int32), shared_memory=False)

@@ -80,7 +80,8 @@ def _within(window: int | None, visible: Bools, positions: Ints) -> Bools:
     num_past = visible.shape[2] - positions.shape[1]
     past = np.broadcast_to(np.arange(num_past, dtype=np.int32), (len(positions), num_past))
     age = positions[:, :, None] - np.concatenate([past, positions], axis=1)[:, None]
-    return np.logical_and(visible, age < window)
+    recent: Bools = visible & (age < window)
+    return recent
 
 
 def _logit_rows(step: Step, sequences: Sequence[int], starts: Ints, num_new: int) -> tuple[Ints, Ints]:

@@ -35,6 +35,7 @@ class ReferenceEngine:
         self.max_context = config.max_context
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.takes_trees = True
         self._config = config
         self._device = torch.device(device)
         self._weights = ResidentWeights(weights, dtype, self._device)
