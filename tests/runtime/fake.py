@@ -4,17 +4,20 @@ A wrong block table, position, past length or stale block changes the prefix it 
 """
 
 import threading
+import time
 import zlib
 
 import numpy as np
 
-from qtool.runtime.engines.contract import Floats, Step
+from qtool.runtime.engines.contract import Floats, Ints, Step
 
 EMPTY = -1
 
 
 class FakeEngine:
     """Keeps token ids where a model keeps keys and values."""
+
+    takes_trees = False
 
     def __init__(
         self, num_blocks: int = 16, block_size: int = 4, vocab_size: int = 320, max_context: int = 256
@@ -27,6 +30,7 @@ class FakeEngine:
         self.num_steps = 0
         self.fail_at: int | None = None
         """The step that raises, counted from 0."""
+        self.seconds_a_step = 0.0
         self.gate = threading.Event()
         """Steps wait while it is clear."""
         self.gate.set()
@@ -34,6 +38,7 @@ class FakeEngine:
     def run(self, step: Step) -> Floats:
         """Store the new tokens, and give logits seeded by each wanted row's prefix."""
         assert self.gate.wait(timeout=60)
+        time.sleep(self.seconds_a_step)
         if self.num_steps == self.fail_at:
             raise RuntimeError("the fake engine was told to fail")
         self.num_steps += 1
@@ -69,6 +74,10 @@ class FakeEngine:
     def copy_block(self, source: int, target: int) -> None:
         """Copy a block's tokens."""
         self.pool[target] = self.pool[source]
+
+    def move_slots(self, sources: Ints, targets: Ints) -> None:
+        """Copy tokens from slot to slot."""
+        self.pool.reshape(-1)[targets] = self.pool.reshape(-1)[sources]
 
 
 def greedy(engine: FakeEngine, prompt: list[int], num_tokens: int) -> list[int]:

@@ -1,27 +1,15 @@
 """Serves the fake engine in a process of its own: `python -m ... TOKENIZER_FOLDER PORT SECONDS_A_STEP`."""
 
 import sys
-import time
 from pathlib import Path
 
 from qtool.cli.failures import report
 from qtool.errors import QtoolError
 from qtool.runtime.client import Client
-from qtool.runtime.engines.contract import Floats, Step
 from qtool.runtime.scheduler import SchedulerConfig
 from qtool.runtime.server.process import Address, serve
 from qtool.runtime.tokenizer import Tokenizer
 from tests.runtime.fake import FakeEngine
-
-
-class SlowEngine(FakeEngine):
-    """Takes its time."""
-
-    seconds_a_step = 0.0
-
-    def run(self, step: Step) -> Floats:
-        time.sleep(self.seconds_a_step)
-        return super().run(step)
 
 
 def main(folder: str, port: str, seconds_a_step: str) -> int:
@@ -29,7 +17,7 @@ def main(folder: str, port: str, seconds_a_step: str) -> int:
 
     def load() -> Client:
         print("loading", flush=True)
-        engine = SlowEngine(num_blocks=64)
+        engine = FakeEngine(num_blocks=64)
         engine.seconds_a_step = float(seconds_a_step)
         return Client(engine, Tokenizer.load(Path(folder)), SchedulerConfig(8, 64))
 

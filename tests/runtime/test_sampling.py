@@ -112,6 +112,15 @@ def test_the_ends_of_the_unit_interval_draw_tokens_of_positive_probability() -> 
     assert [drawn.draw(0.0), drawn.draw(np.nextafter(1, 0))] == [1, 2]
 
 
+def test_a_large_vocabulary_is_drawn_from_as_a_small_one_is() -> None:
+    drawn = distribution(logits(vocab_size=1001), SamplingParams())
+    edges = np.cumsum(drawn.probabilities, dtype=np.float64)
+    # Just inside either end of each token's interval; sums in float32 move an edge by some 1e-7.
+    for token, (low, high) in enumerate(zip([0, *edges[:-1]], edges, strict=True)):
+        if high - low > 1e-6:
+            assert [drawn.draw(low + 4e-7), drawn.draw(high - 4e-7)] == [token, token]
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_row_that_is_not_finite_has_no_token(bad: float) -> None:
     rows = np.stack([logits(), logits()])

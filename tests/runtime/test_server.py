@@ -365,6 +365,17 @@ def test_a_client_that_goes_away_in_mid_stream_frees_its_blocks(byte_tokenizer: 
         _wait(lambda: served.client.loop.stats().num_free_blocks == 64)
 
 
+def test_a_stop_string_frees_the_blocks_before_max_tokens(byte_tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(num_blocks=64)
+    with serving(engine, byte_tokenizer) as served:
+        engine.seconds_a_step = 0.005
+        stop = text(byte_tokenizer, "Once", 12)[3]
+        body = {"prompt": "Once", "temperature": 0, "stop": stop, "ignore_eos": True, "max_tokens": 200}
+        assert post(served, "completions", **body).json()["choices"][0]["finish_reason"] == "stop"
+        _wait(lambda: served.client.loop.stats().num_free_blocks == 64)
+        assert engine.num_steps < 100
+
+
 def test_an_engine_failure_is_an_error_for_the_client_not_a_hang(byte_tokenizer: Tokenizer) -> None:
     engine = FakeEngine()
     engine.fail_at = 3
