@@ -35,7 +35,9 @@ class Body(BaseModel):
             if value is None or value in cls.no_effect.get(name, ()):
                 continue
             if name in cls.no_effect:
-                raise ParameterError(name, f"{value!r:.80} is not supported by this server; leave the field out")
+                raise ParameterError(
+                    name, f"{value!r:.80} is not supported by this server; leave the field out"
+                )
             if name not in cls.model_fields:
                 known = [*cls.model_fields, *cls.no_effect]
                 raise ParameterError(name, f"is no field of this request; {nearest(name, known)}")
