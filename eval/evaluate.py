@@ -13,6 +13,7 @@ from qtool.eval.compare import compare
 from qtool.eval.gates import check_gates
 from qtool.eval.report import DriftReport
 from qtool.runtime.engines import open_engine
+from qtool.runtime.engines.contract import Engine
 
 
 def evaluate(
@@ -22,14 +23,16 @@ def evaluate(
     *,
     threads: int | None = None,
     on_window: Callable[[], None] = lambda: None,
+    open_model: Callable[..., Engine] = open_engine,
 ) -> DriftReport:
     """Drift of `model` from `baseline`, each a checkpoint or an engine folder, as `evaluation` says.
 
     The baseline's tokenizer cuts the text. The gates are held but not enforced: see `DriftReport.passed`.
+    `open_model` opens the model in another way than its target says.
     """
     windows = evaluation_windows(baseline, evaluation)
     base = open_engine(baseline, kv_cache_tokens=evaluation.window_len, threads=threads)
-    other = open_engine(model, kv_cache_tokens=evaluation.window_len, threads=threads)
+    other = open_model(model, kv_cache_tokens=evaluation.window_len, threads=threads)
     drift = compare(base, other, windows, on_window)
     return DriftReport(
         model=str(model),

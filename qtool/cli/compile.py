@@ -28,6 +28,12 @@ def compile_(
     recipe: Annotated[
         str | None, typer.Option("--recipe", "-r", help="Take what its compile section says of the target.")
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Run the compiled graph on this CPU and print its drift from CHECKPOINT."
+        ),
+    ] = False,
     cc: Annotated[
         str | None,
         typer.Option(help="Compute capabilities to build for, such as 80,86,89.", rich_help_panel=_TENSORRT),
@@ -62,16 +68,44 @@ def compile_(
         "max_context": max_context,
         "draft_tokens": draft_tokens,
     }
+    model, options = resolve(checkpoint), _changed(chosen.tensorrt, limits)
     with share_bar(f"compiling for {target}") as progress:
         compile_engine(
-            resolve(checkpoint),
+            model,
             target,
             output,
             kv_cache=kv_cache or chosen.kv_cache,
-            tensorrt=_changed(chosen.tensorrt, limits),
+            tensorrt=_with_onnx(options) if verify and target.startswith("tensorrt") else options,
             progress=progress,
         )
+    if verify:
+        _verify(output, model)
+        if target.startswith("tensorrt") and not (options and options.keep_onnx):
+            _drop_onnx(output)
     typer.echo(output)
+
+
+def _verify(engine: Path, checkpoint: Path) -> None:
+    """Print the drift of the compiled graph."""
+    from rich.console import Console
+
+    from qtool.cli.progress import progress_bar
+    from qtool.eval.verify import NUM_WINDOWS, verify
+
+    with progress_bar("verifying", NUM_WINDOWS) as advance:
+        report = verify(engine, checkpoint, on_window=advance)
+    Console().print(report.table())
+
+
+def _with_onnx(options: "TensorRtOptions | None") -> "TensorRtOptions":
+    from qtool.core.recipe import TensorRtOptions, override
+
+    return override(options or TensorRtOptions(), keep_onnx=True)
+
+
+def _drop_onnx(engine: Path) -> None:
+    for file in engine.glob("model.onnx*"):
+        file.unlink()
 
 
 def _of_recipe(recipe: str, target: str) -> "CompileTarget":

@@ -1,9 +1,9 @@
 """Engine drivers: each runs steps on one kind of engine, over a KV pool that it allocates."""
 
-from importlib import import_module
 from pathlib import Path
 
 from qtool.compile.engine import ENGINE, read_spec
+from qtool.core.lazy import load
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.runtime.engines.contract import Engine
 
@@ -30,6 +30,5 @@ def open_engine(path: Path, *, kv_cache_tokens: int | None = None, threads: int 
         target = "reference"
     else:
         raise UsageError(f"{path}: holds neither {ENGINE} nor config.json; wanted an engine or a checkpoint")
-    module, _, function = DRIVERS[target].partition(":")
-    engine: Engine = getattr(import_module(module), function)(path, kv_cache_tokens, threads)
+    engine: Engine = load(DRIVERS[target], extra=target)(path, kv_cache_tokens, threads)
     return engine
