@@ -3,13 +3,13 @@
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 from qtool.compile.config import DecoderConfig, read_config
 from qtool.compile.engine import EngineSpec
 from qtool.core.checkpoint import COMPANIONS, Checkpoint
 from qtool.core.files import new_folder, sha256
+from qtool.core.lazy import load
 from qtool.core.manifest import MANIFEST, versions
 from qtool.core.recipe import TensorRtOptions
 from qtool.errors import UsageError, nearest
@@ -21,11 +21,13 @@ class Target:
 
     write: str
     """``module:function`` that writes the model into a folder: (checkpoint, config, folder) -> None."""
+    weights: str
+    """The pattern of the files in that folder that hold them."""
     block_size: int
     kv_bytes: Mapping[str, Callable[[int], int]]
     """For each precision of the KV pool, the most exact first: bytes of one head's key and value."""
     takes_options: bool = False
-    """`write` also takes target, kv_cache, tensorrt and progress by name."""
+    """`write` also takes target, tensorrt and progress by name."""
 
 
 def _quantized_kv(head_dim: int) -> int:
@@ -40,22 +42,33 @@ _WHOLE_KV: dict[str, Callable[[int], int]] = {
 TARGETS: dict[str, Target] = {
     "openvino": Target(
         "qtool.compile.backends.openvino:write",
+        weights="*.bin",
         block_size=32,  # the CPU plugin's own
         kv_bytes={**_WHOLE_KV, "u8": _quantized_kv},
     ),
-    "onnx": Target("qtool.compile.backends.onnx:write", block_size=32, kv_bytes={"f32": _WHOLE_KV["f32"]}),
-    "reference": Target("qtool.compile.backends.reference:write", block_size=32, kv_bytes=_WHOLE_KV),
+    "onnx": Target(
+        "qtool.compile.backends.onnx:write",
+        weights="*.data",
+        block_size=32,
+        kv_bytes={"f32": _WHOLE_KV["f32"]},
+    ),
+    "reference": Target(
+        "qtool.compile.backends.reference:write",
+        weights="*.safetensors",
+        block_size=32,
+        kv_bytes=_WHOLE_KV,
+    ),
     **dict.fromkeys(
         ("tensorrt-rtx", "tensorrt"),
         Target(
             "qtool.compile.backends.tensorrt.backend:write",
+            weights="*.plan",
             block_size=32,
             kv_bytes={"f16": _WHOLE_KV["f16"]},
             takes_options=True,
         ),
     ),
 }
-_WEIGHTS = (".bin", ".data", ".plan", ".safetensors")
 
 
 def compile_engine(
@@ -88,17 +101,15 @@ def compile_engine(
         raise UsageError(
             f"kv_cache {kv_cache!r} is not possible for target {target}; wanted {', '.join(kv_bytes)}"
         )
+    write = load(TARGETS[target].write, extra=target)
     source = Checkpoint(checkpoint)
     config = read_config(source.config, str(checkpoint / "config.json"))
     options = {
         "target": target,
-        "kv_cache": kv_cache,
         "tensorrt": tensorrt or TensorRtOptions(),
         "progress": progress,
     }
     with new_folder(output) as folder:
-        module, _, function = TARGETS[target].write.partition(":")
-        write = getattr(import_module(module), function)
         write(source, config, folder, **options if takes_options else {})
         _copy_companions(checkpoint, folder)
         spec = _spec(source, config, target, kv_cache, folder)
@@ -126,7 +137,7 @@ def _spec(source: Checkpoint, config: DecoderConfig, target: str, kv_cache: str,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         window=min((window for window in config.windows if window is not None), default=None),
-        weight_bytes=sum(file.stat().st_size for file in folder.iterdir() if file.suffix in _WEIGHTS),
+        weight_bytes=sum(file.stat().st_size for file in folder.glob(TARGETS[target].weights)),
         kv_bytes_per_token=config.num_layers * config.num_kv_heads * kv_bytes,
         versions=versions(),
         checkpoint={file.name: sha256(file) for file in source.files},

@@ -28,7 +28,6 @@ from qtool.core.checkpoint import Checkpoint
 from qtool.core.recipe import TensorRtOptions
 
 _log = logging.getLogger(__name__)
-_DTYPES = {"f16": torch.float16, "f32": torch.float32}
 
 
 def write(
@@ -37,12 +36,11 @@ def write(
     folder: Path,
     *,
     target: str,
-    kv_cache: str,
     tensorrt: TensorRtOptions,
     progress: Progress,
 ) -> None:
     """Write ``model.plan`` and ``engine_info.json`` into `folder`."""
-    write_engine(CheckpointWeights(config, checkpoint), config, folder, target, kv_cache, tensorrt, progress)
+    write_engine(CheckpointWeights(config, checkpoint), config, folder, target, tensorrt, progress)
 
 
 def write_engine(
@@ -50,11 +48,12 @@ def write_engine(
     config: DecoderConfig,
     folder: Path,
     target: str,
-    kv_cache: str,
     options: TensorRtOptions,
     progress: Progress,
 ) -> EngineInfo:
-    """Build the decoder for `target`; `kv_cache` is what it computes in, and its pools hold.
+    """Build the decoder for `target`. It computes in float16, and its pools hold that.
+
+    There is no float32 engine: TensorRT has no attention kernel for it, and refuses the graph.
 
     Raises UsageError for a compute capability that the library does not know, QtoolError when the library
     is missing, a GPU is needed, or the builder fails, crashes, warns or drops a part of the graph.
@@ -67,7 +66,7 @@ def write_engine(
     errors: dict[str, float] = {}
     if options.zero_points == "requantize":
         weights = SymmetricWeights(weights, errors)
-    model = write_onnx(config, weights, folder, dtype=_DTYPES[kv_cache])
+    model = write_onnx(config, weights, folder, dtype=torch.float16)
     folded = fold_zero_points(model)
     facts = read_graph(model)
     spec = BuildSpec(
@@ -94,7 +93,7 @@ def write_engine(
         predicted_weight_bytes=predicted,
         predicted_plan_bytes=predict_plan_bytes(predicted, config.num_layers, len(profiles)),
         profiles=_profile_infos(profiles, inspection),
-        pool=_pool_layout(config, kv_cache, profiles[0]),
+        pool=_pool_layout(config, profiles[0]),
         max_context=min(options.max_context or config.max_context, config.max_context),
         tensors=inspection.tensors,
         folded_zero_points=folded,
@@ -122,9 +121,9 @@ def _profile_infos(profiles: list[Profile], inspection: Inspection) -> tuple[Pro
     )
 
 
-def _pool_layout(config: DecoderConfig, kv_cache: str, profile: Profile) -> PoolLayout:
+def _pool_layout(config: DecoderConfig, profile: Profile) -> PoolLayout:
     return PoolLayout(
-        dtype="Half" if kv_cache == "f16" else "Float",
+        dtype="Half",
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         block_size=BLOCK_SIZE,

@@ -11,6 +11,10 @@ INFO = "engine_info.json"
 PLAN = "model.plan"
 
 
+Kind = Literal["prefill", "decode", "verify"]
+"""Of a call: a chunk of a prompt, the next token of each sequence, or drafts to verify."""
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -59,7 +63,7 @@ class Layer(_Frozen):
 class ProfileInfo(_Frozen):
     """One kind of call, in the order of the plan's profiles."""
 
-    kind: Literal["prefill", "decode", "verify"]
+    kind: Kind
     sizes: dict[str, tuple[int, int, int]]
     """Least, best and largest of B sequences, S new tokens, M blocks of past, R rows of logits, P+S keys."""
     activation_bytes: int
@@ -69,7 +73,8 @@ class ProfileInfo(_Frozen):
 class PoolLayout(_Frozen):
     """How keys, and values, of a layer lie on the device: [blocks · heads, block_size, head_dim]."""
 
-    dtype: Literal["Half", "Float"]
+    dtype: str
+    """As TensorRT writes it."""
     num_layers: int
     num_kv_heads: int
     block_size: int

@@ -6,12 +6,12 @@ each, M blocks of past and R rows of logits.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from qtool.compile.backends.tensorrt.info import Kind
 from qtool.compile.config import DecoderConfig
 from qtool.core.recipe import TensorRtOptions
 
-Kind = Literal["prefill", "decode", "verify"]
 Size = int | str
 """Of a dimension: a number, or the name of a size."""
 
@@ -55,7 +55,7 @@ def plan_profiles(options: TensorRtOptions, config: DecoderConfig, block_size: i
     ]
     if options.draft_tokens:
         rows = Range(1, batch.best * width, batch.high * width)
-        kinds.append(("verify", batch, Range(width, width, width), rows))
+        kinds.append(("verify", batch, Range(2, width, width), rows))
     return [
         Profile(
             kind,

@@ -61,14 +61,14 @@ def fold_zero_points(model: Path) -> int:
     nodes = list(proto.graph.node)
     del proto.graph.node[:]
     for node in nodes:
-        proto.graph.node.append(node)
         weight = next((name for name in node.input if name in folds), None)
         if weight is None:
+            proto.graph.node.append(node)
             continue
         if node.op_type != "MatMul" or node.input[1] != weight:
             raise QtoolError(f"{model}: {weight}, with zero points, feeds {node.op_type}; wanted a MatMul")
         added, tensors = _correction(node, folds[weight], weights, ranks[node.input[0]], model.parent)
-        proto.graph.node.extend(added)
+        proto.graph.node.extend([node, *added])
         proto.graph.initializer.extend(tensors)
     for node in folds.values():
         _make_signed(weights[node.input[0]], model.parent)
