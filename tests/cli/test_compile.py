@@ -13,6 +13,16 @@ def test_compile_prints_the_engine_folder(qtool: Qtool, tiny: Path, tmp_path: Pa
     assert (output / "engine.json").is_file()
 
 
+def test_verify_prints_the_drift_of_the_graph_and_then_the_folder(
+    qtool: Qtool, tiny: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "engine"
+    ended = qtool("compile", tiny, "--target", "onnx", "-o", output, "--verify")
+    assert ended.code == 0, ended.err
+    assert "top-1 agreement" in ended.out
+    assert ended.out.endswith(f"{output}\n")
+
+
 def test_an_unknown_architecture_is_named(qtool: Qtool, tiny_copy: Path, tmp_path: Path) -> None:
     config = json.loads((tiny_copy / "config.json").read_text())
     config["architectures"] = ["NovelForCausalLM"]
