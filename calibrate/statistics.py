@@ -96,6 +96,14 @@ class Collector:
         self._sums[name].add(x.reshape(-1, x.shape[-1]))
 
     def statistics(self) -> dict[str, InputStatistics]:
-        """What each watched linear saw; linears with the same input share the object."""
+        """What each watched linear saw; linears with the same input share the object.
+
+        Raises QtoolError naming the linear whose input is too large for float32 to square.
+        """
         finished = {name: sums.finish() for name, sums in self._sums.items()}
+        for name, seen in finished.items():
+            if not bool(seen.second_moment.isfinite().all()):
+                raise QtoolError(
+                    f"{name}: its input reaches {float(seen.max_abs.max()):.1g}; check the weights"
+                )
         return {name: finished[leader] for name, leader in self._leader.items()}

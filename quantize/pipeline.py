@@ -119,8 +119,9 @@ def _run_layers(
             work.save(index, _quantize_layer(runner, index, hidden, assigned))
         finished = work.records(index)
         records |= finished
-        with runner.layer(index, work.weights(index, assigned)):
-            runner.advance(index, hidden)
+        if index + 1 < len(runner):
+            with runner.layer(index, work.weights(index, assigned)):
+                runner.advance(index, hidden)
         sqnr = [record.sqnr_db for record in finished.values()]
         progress(index + 1, len(runner), sum(sqnr) / len(sqnr) if sqnr else None)
     return records
@@ -136,7 +137,7 @@ def _quantize_layer(
         collector = Collector()
         linears = runner.linears()
         with collector.watching({module: linears[module] for module in chosen}):
-            for _ in runner.run(index, hidden):
+            for _ in runner.run(index, hidden if chosen else hidden[:0]):
                 pass
         statistics = collector.statistics()
         unseen = next((module for module in chosen if module not in statistics), None)

@@ -22,6 +22,9 @@ from qtool.quantize.methods.grid import fit_grid
 _LEAST = 1e-4
 """Channels that see (almost) nothing are treated as seeing this share of the largest."""
 
+_COARSE = 4
+"""Steps of alpha that the first pass of the search takes at once."""
+
 
 @dataclass(frozen=True)
 class ChannelScale:
@@ -40,25 +43,36 @@ def search_scale(
 ) -> ChannelScale:
     """The scale for all linears that share an input: weights [N_i, K], each with its scheme.
 
-    Tries ``mean|x|^alpha`` and ``mean|x|^alpha / max|w|^(1 - alpha)`` for alpha in [0, 1), normalised, and
-    keeps the least summed output error. alpha 0 of the first is no scaling, so the result never loses
-    against rounding to nearest on the calibration inputs.
+    Tries ``mean|x|^alpha`` and ``mean|x|^alpha / max|w|^(1 - alpha)`` for alpha on a grid over [0, 1),
+    normalised, and keeps the least summed output error: every fourth alpha first, then those around the
+    best. alpha 0 of the first is no scaling, so the result never loses against rounding to nearest on the
+    calibration inputs.
     """
     magnitude = _floored(statistics.mean_abs)
     largest = _floored(torch.stack([weight.abs().amax(0) for weight in weights]).amax(0))
-    best, best_error = ChannelScale(torch.ones_like(magnitude), 0.0), torch.inf
-    for step in range(options.grid):
+
+    def candidate(step: int, by_weight: bool) -> ChannelScale:
         alpha = step / options.grid
-        for candidate in (magnitude**alpha, magnitude**alpha / largest ** (1 - alpha)):
-            scale = candidate / (candidate.max() * candidate.min()).sqrt()
-            error = 0.0
-            for weight, scheme in zip(weights, schemes, strict=True):
-                scaled = weight * scale
-                rounded = fit_grid(scaled, scheme, dtype).fake_quantize(scaled)
-                error += statistics.output_power(rounded / scale - weight)
-            if error < best_error:
-                best, best_error = ChannelScale(scale, alpha), error
-    return best
+        scale = magnitude**alpha
+        if by_weight:
+            scale = scale / largest ** (1 - alpha)
+        return ChannelScale(scale / (scale.max() * scale.min()).sqrt(), alpha)
+
+    def error(found: ChannelScale) -> float:
+        total = 0.0
+        for weight, scheme in zip(weights, schemes, strict=True):
+            scaled = weight * found.scale
+            rounded = fit_grid(scaled, scheme, dtype).fake_quantize(scaled)
+            total += statistics.output_power(rounded / found.scale - weight)
+        return total
+
+    coarse = [(step, by_weight) for by_weight in (False, True) for step in range(0, options.grid, _COARSE)]
+    errors = {choice: error(candidate(*choice)) for choice in coarse}
+    step, by_weight = min(errors, key=errors.__getitem__)
+    for near in range(max(0, step - _COARSE + 1), min(options.grid, step + _COARSE)):
+        if near != step:
+            errors[near, by_weight] = error(candidate(near, by_weight))
+    return candidate(*min(errors, key=errors.__getitem__))
 
 
 def _floored(magnitude: Tensor) -> Tensor:

@@ -70,6 +70,14 @@ def test_dividing_statistics_gives_those_of_the_divided_input() -> None:
     assert torch.allclose(divided.max_abs, seen[1].max_abs)
 
 
+def test_an_input_too_large_to_square_is_an_error_naming_the_layer() -> None:
+    mlp, collector = Mlp(), Collector()
+    with collector.watching({"model.layers.3.mlp.up_proj": mlp.up}), torch.no_grad():
+        mlp(torch.full((1, 1, 5), 1e30))
+    with pytest.raises(QtoolError, match=r"layers\.3\.mlp\.up_proj: its input reaches 1e\+30"):
+        collector.statistics()
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_an_input_that_is_not_finite_is_an_error_naming_the_layer(bad: float) -> None:
     mlp, collector = Mlp(), Collector()
