@@ -91,7 +91,7 @@ class Reference:
         return [F.linear(x, linear.dense(x.dtype), linear.bias) for linear in group]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        heads = x.unflatten(1, (-1, len(weight)))
+        heads = x.view(len(x), x.shape[1] // len(weight), len(weight))
         normed = heads * torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + eps)
         return (normed * weight).view_as(x)
 
