@@ -96,8 +96,8 @@ def tiles(spec: AttentionSpec) -> tuple[Tile, Tile]:
         narrow = Tile(rows, 16, num_warps=4, num_stages=2 if rows > 16 else 3)
         return narrow, Tile(32, 16, num_warps=4, num_stages=2)
     narrow = Tile(rows, 32, num_warps=4, num_stages=3)
-    if spec.head_dim > 64:  # a tree's mask has no room beside a second key tile
-        return narrow, Tile(64, 32, num_warps=8, num_stages=1 if spec.tree else 2)
+    if spec.head_dim > 64:
+        return narrow, Tile(64, 16, num_warps=8, num_stages=3)
     return narrow, Tile(64, 64, num_warps=4, num_stages=2)
 
 

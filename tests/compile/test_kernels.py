@@ -115,10 +115,10 @@ def reference(
         past = int(batch.past_lens[sequence])
         slots = [divmod(position, key_pool.shape[1]) for position in range(past)]
         table = batch.block_tables[sequence]
+        past_keys = [key_pool[table[block], offset] for block, offset in slots]
+        past_values = [value_pool[table[block], offset] for block, offset in slots]
         for token in range(start, end):
-            keys = [key_pool[table[block], offset] for block, offset in slots]
-            values = [value_pool[table[block], offset] for block, offset in slots]
-            at = list(range(past))
+            keys, values, at = list(past_keys), list(past_values), list(range(past))
             for other in range(start, token + 1):
                 if batch.tree is None or batch.tree[token, other - start]:
                     keys.append(new_keys[other])
@@ -190,15 +190,15 @@ def test_a_sliding_window_sees_the_last_positions_only(
 
 
 def test_a_long_chunk_takes_the_wide_tile_and_agrees(attention: Attention) -> None:
-    case = Case(((0, 150), (37, 90), (5, 1)), num_heads=3, num_kv_heads=1)
+    case = Case(((0, 70), (37, 30), (5, 1)), num_heads=3, num_kv_heads=1)
     tensors, batch = case.tensors()
     got = attention(*tensors, batch, scale=case.scale)
     assert error(got, reference(tensors, batch, case.scale, 0)) <= BOUNDS[case.dtype]
 
 
-@pytest.mark.parametrize("splits", [2, 5, 32])
+@pytest.mark.parametrize("splits", [2, 32])
 def test_cutting_the_keys_changes_nothing_but_rounding(attention: Attention, splits: int) -> None:
-    tensors, batch = Case(((300, 1), (0, 3), (161, 2))).tensors()
+    tensors, batch = Case(((300, 1), (0, 3), (161, 2)), num_heads=2, num_kv_heads=1).tensors()
     whole = attention(*tensors, batch, scale=0.2, splits=1)
     cut = attention(*tensors, batch, scale=0.2, splits=splits)
     assert error(cut, whole) <= BOUNDS[torch.float16]
