@@ -50,7 +50,7 @@ class CompiledKernel:
 
 
 def compile_ahead(spec: AttentionSpec, cc: int, tile: Tile) -> CompiledKernel:
-    """`attend` for compute capability `cc`, such as 90; spec.grid says how many programs to launch.
+    """`attend` for compute capability `cc`, such as 90; `grid` of spec.py says how many programs to launch.
 
     Raises UsageError for a capability that is not in SHARED_LIMITS, QtoolError if the kernel does not fit it.
     """
