@@ -1,0 +1,48 @@
+"""What restricts a sequence's next token: the seam between the loop and grammars."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bitmask = NDArray[np.int32]
+"""One row [ceil(V / 32)] over the engine's vocabulary: bit t % 32 of word t // 32, the least significant bit
+first, is 1 where token t is allowed. Structured-output libraries fill the same layout."""
+
+
+class TokenConstraint(Protocol):
+    """Follows one sequence, token by token; made for it alone, and called in the engine loop's thread only."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether no token may follow what was accepted: the sequence ends with reason "stop"."""
+        ...
+
+    def fill_mask(self, row: Bitmask) -> None:
+        """Write every bit of the row: what may come next. An end-of-sequence token is allowed exactly where
+        the text may end; a token beyond the tokenizer's vocabulary never is."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Move on by one token of the sequence, one that the mask allowed."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens that were accepted: drafts that the model rejected."""
+        ...
+
+
+ConstraintFactory = Callable[[], TokenConstraint]
+"""Makes the constraint of one choice; called once for each in the caller's thread, so it must be quick: compile
+the grammar before. Choices of the same request can't share one, since it follows its own text."""
+
+
+def bitmask_width(vocab_size: int) -> int:
+    """Words in a row over `vocab_size` tokens."""
+    return -(-vocab_size // 32)
+
+
+def allowed_tokens(row: Bitmask, vocab_size: int) -> NDArray[np.bool_]:
+    """The row as one truth value a token [V]."""
+    return np.unpackbits(row.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)
