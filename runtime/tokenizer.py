@@ -31,7 +31,10 @@ class Tokenizer:
         fast.no_truncation()
         fast.no_padding()
         self._fast = fast
-        self._special_tokens = dict(special_tokens)
+        self.special_tokens = dict(special_tokens)
+        """Texts of the special tokens that have a role, by its name: `bos_token`, `eos_token` and so on."""
+        self.chat_template = chat_template
+        """The template's Jinja source."""
         self._template = None if chat_template is None else compile_template(chat_template)
         self.eos_token_ids = eos_token_ids
         """Tokens that end an answer: generation_config.json's, and the tokenizer's own eos_token."""
@@ -65,9 +68,13 @@ class Tokenizer:
         """Token ids of a text, with the special tokens that the tokenizer puts around one (often a BOS)."""
         return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, special tokens left out."""
-        return self._fast.decode(ids, skip_special_tokens=True)
+        return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """A token as tokenizer.json spells it; None for an id that the tokenizer doesn't use."""
+        return self._fast.id_to_token(token_id)
 
     def render_chat(self, messages: Sequence[Message]) -> str:
         """The prompt that asks for the answer to a chat.
@@ -88,7 +95,7 @@ class Tokenizer:
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
-                **self._special_tokens,
+                **self.special_tokens,
             )
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             raise ParameterError("messages", f"the model's chat template refuses them: {error}") from error

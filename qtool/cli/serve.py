@@ -1,10 +1,18 @@
 """``qtool serve``: an OpenAI-compatible server over an engine."""
 
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+
+class LogFormat(StrEnum):
+    """How logs are written to stderr."""
+
+    TEXT = "text"
+    JSON = "json"
 
 
 def serve(
@@ -24,6 +32,23 @@ def serve(
         int | None, typer.Option(min=1, help="Tokens that the KV cache holds, all sequences together.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine.")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File of API keys, one a line; clients must send one of them.")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="Web origin that may call the API; repeatable, none by default.")
+    ] = None,
+    max_body_mb: Annotated[int, typer.Option(min=1, help="Megabytes a request may have.")] = 8,
+    request_timeout: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds for a request that names no deadline.")
+    ] = None,
+    drain_timeout: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds for running requests after SIGTERM; no limit if left out."),
+    ] = None,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="json writes an object a line, one for every request.")
+    ] = LogFormat.TEXT,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish the running requests; a second signal stops at once."""
     from rich.console import Console
@@ -33,9 +58,10 @@ def serve(
     from qtool.runtime.scheduler import SchedulerConfig
     from qtool.runtime.server.process import Address
     from qtool.runtime.server.process import serve as serve_until_signal
+    from qtool.runtime.server.settings import ServerSettings, read_api_keys
     from qtool.runtime.tokenizer import Tokenizer
 
-    given = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    given: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     config = replace(SchedulerConfig(), **{name: value for name, value in given.items() if value is not None})
 
     def load() -> Client:
@@ -44,10 +70,18 @@ def serve(
             opened = open_engine(engine, kv_cache_tokens=kv_cache_tokens, threads=threads)
             return Client(opened, tokenizer, config)
 
+    settings = ServerSettings(
+        api_keys=frozenset() if api_key_file is None else read_api_keys(api_key_file),
+        allow_origins=tuple(allow_origin or ()),
+        max_body_bytes=max_body_mb * 2**20,
+        request_timeout_s=request_timeout,
+        drain_timeout_s=drain_timeout,
+        log_format=log_format.value,
+    )
     model = served_model_name or engine.resolve().name
 
     def ready(url: str) -> None:
         typer.echo(f"{model} is served at {url}/v1 (health: {url}/health)")
 
-    code = serve_until_signal(Address(host, port), model, load, ready)
+    code = serve_until_signal(Address(host, port), model, load, ready, settings)
     raise typer.Exit(code)

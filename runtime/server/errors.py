@@ -6,6 +6,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from qtool.errors import QtoolError, UsageError
 from qtool.runtime.loop import NotAdmittingError
@@ -35,6 +36,12 @@ def error_response(error: QtoolError) -> JSONResponse:
     if isinstance(error, NotAdmittingError):
         return JSONResponse(error_object(str(error), 503), 503, {"Retry-After": _RETRY_AFTER_S})
     return JSONResponse(error_object(str(error), 500), 500)
+
+
+async def answer_loading(scope: Scope, receive: Receive, send: Send) -> None:
+    """The whole application while the model loads."""
+    response = error_response(NotAdmittingError("the model is being loaded; try again soon"))
+    await response(scope, receive, send)
 
 
 def add_error_handlers(app: FastAPI) -> None:

@@ -10,10 +10,13 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from qtool.errors import QtoolError
-from qtool.runtime.client import Client, Piece
+from qtool.runtime.client import Piece
 from qtool.runtime.request import SamplingParams
 from qtool.runtime.server.errors import error_object
+from qtool.runtime.server.metrics import AnswerTimer
+from qtool.runtime.server.middleware import RequestRecord
 from qtool.runtime.server.responses import DONE, Answer, Shape, Usage, event
+from qtool.runtime.server.service import Service
 
 T = TypeVar("T")
 
@@ -25,7 +28,7 @@ class _ClientGoneError(Exception):
 
 
 async def respond(
-    client: Client,
+    service: Service,
     request: Request,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
@@ -35,7 +38,8 @@ async def respond(
 ) -> Response:
     """Answer every prompt. Errors up to the first token are raised, so that they set the status."""
     usage = Usage(sum(len(prompt) for prompt in prompts))
-    pieces = client.generate(prompts, params)
+    record: RequestRecord = request.state.record
+    pieces = _measured(service, record, service.client.generate(prompts, params), usage, len(prompts))
     try:
         if not stream:
             return await _unless_gone(request, _whole(pieces, shape, usage, len(prompts)))
@@ -43,6 +47,27 @@ async def respond(
     except _ClientGoneError:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     return _EventStream(pieces, _events(first, pieces, shape, usage, len(prompts)))
+
+
+async def _measured(
+    service: Service,
+    record: RequestRecord,
+    pieces: AsyncGenerator[Piece, None],
+    usage: Usage,
+    num_prompts: int,
+) -> AsyncGenerator[Piece, None]:
+    """The pieces, counted and timed as they pass."""
+    timers = [AnswerTimer(service.metrics, record.arrived) for _ in range(num_prompts)]
+    service.metrics.prompt_tokens.inc(usage.prompt_tokens)
+    record.fields["prompt_tokens"] = usage.prompt_tokens
+    async with aclosing(pieces):
+        async for piece in pieces:
+            usage.completion_tokens += 1
+            record.fields["completion_tokens"] = usage.completion_tokens
+            timers[piece.index].token()
+            if piece.finish_reason is not None:
+                timers[piece.index].finish()
+            yield piece
 
 
 async def _whole(
@@ -54,7 +79,6 @@ async def _whole(
             answer = answers[piece.index]
             answer.text += piece.text
             answer.finish_reason = piece.finish_reason
-            usage.completion_tokens += 1
     return JSONResponse(shape.whole(answers, usage))
 
 
@@ -65,10 +89,10 @@ async def _events(
         if (opening := shape.opening(index)) is not None:
             yield event(opening)
     try:
-        for chunk in _chunks(first, shape, usage):
+        for chunk in _chunks(first, shape):
             yield chunk
         async for piece in pieces:
-            for chunk in _chunks(piece, shape, usage):
+            for chunk in _chunks(piece, shape):
                 yield chunk
     except QtoolError as error:  # the status is sent, so the error is an event; clients raise it
         yield event(error_object(str(error), 500))
@@ -78,8 +102,7 @@ async def _events(
     yield DONE
 
 
-def _chunks(piece: Piece, shape: Shape, usage: Usage) -> list[str]:
-    usage.completion_tokens += 1
+def _chunks(piece: Piece, shape: Shape) -> list[str]:
     return [event(chunk) for chunk in shape.pieces(piece.index, piece.text, piece.finish_reason)]
 
 

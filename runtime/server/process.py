@@ -3,18 +3,28 @@
 import asyncio
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Literal, TypeVar, cast
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qtool.errors import QtoolError
 from qtool.runtime.client import Client
 from qtool.runtime.server.app import create_app
+from qtool.runtime.server.errors import answer_loading
+from qtool.runtime.server.logs import set_up_logging
+from qtool.runtime.server.settings import ServerSettings
+
+T = TypeVar("T")
 
 _BACKLOG = 2048
 _STOP_TIMEOUT_S = 5.0
+_FAREWELL_S = 1.0
+"""For connections to get their last bytes, when the server ends before they do."""
 
 
 @dataclass(frozen=True)
@@ -25,62 +35,147 @@ class Address:
     port: int = 8000
 
 
-def serve(address: Address, model: str, load: Callable[[], Client], ready: Callable[[str], None]) -> int:
+def serve(
+    address: Address,
+    model: str,
+    load: Callable[[], Client],
+    ready: Callable[[str], None],
+    settings: ServerSettings | None = None,
+) -> int:
     """Serve until SIGTERM or SIGINT, then finish what was admitted; a second signal stops at once.
 
-    The port is taken before `load` makes the client, and answers when it has. `ready` gets the URL then.
-    Returns the exit code: 0, or 128 + the signal after a second one. Raises QtoolError for a port in use.
+    The port is taken before `load` makes the client, in a thread of its own; until it has, everything is
+    answered with 503. `ready` gets the URL then. Returns the exit code: 0, or 128 + the signal when something
+    was cut short: loading, or requests by a second signal or the drain timeout. Raises what `load` raises,
+    and QtoolError for a port in use.
     """
+    settings = settings or ServerSettings()
     with _bind(address) as listener:
-        return asyncio.run(_serve(listener, model, load(), ready))
+        set_up_logging(settings.log_format)
+        return asyncio.run(_Process(listener, model, load, ready, settings).run())
 
 
-async def _serve(listener: socket.socket, model: str, client: Client, ready: Callable[[str], None]) -> int:
-    app = create_app(client, model)
-    server = _Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, backlog=_BACKLOG, lifespan="off")
-    )
-    serving = asyncio.ensure_future(server.serve([listener]))
-    second: list[int] = []
+class _Process:
+    """The server from its start to its end, as signals and loading move it on."""
 
-    def on_signal(number: int) -> None:
-        if server.should_exit:
-            second.append(number)
-            serving.cancel()
-        server.should_exit = True
-        client.loop.drain()
+    def __init__(
+        self,
+        listener: socket.socket,
+        model: str,
+        load: Callable[[], Client],
+        ready: Callable[[str], None],
+        settings: ServerSettings,
+    ) -> None:
+        self._listener = listener
+        self._model = model
+        self._load = load
+        self._ready = ready
+        self._settings = settings
+        self._app: ASGIApp = answer_loading
+        self._server = _Server(
+            uvicorn.Config(
+                self._answer,
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                backlog=_BACKLOG,
+                lifespan="off",
+                interface="asgi3",
+            )
+        )
+        self._client: Client | None = None
+        self._signals: list[int] = []
+        self._at_once = asyncio.Event()
+        """Set when nothing that is unfinished shall be waited for."""
 
+    async def run(self) -> int:
+        """Serve; the exit code."""
+        events = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            events.add_signal_handler(number, self._on_signal, number)
+        serving = asyncio.ensure_future(self._server.serve([self._listener]))
+        at_once = asyncio.ensure_future(self._at_once.wait())
+        try:
+            await self._start(at_once)
+            await asyncio.wait({serving, at_once}, return_when=asyncio.FIRST_COMPLETED)
+            return 0 if serving.done() else 128 + self._signals[-1]
+        finally:
+            at_once.cancel()
+            await self._end(serving)
+
+    async def _start(self, at_once: asyncio.Task[Literal[True]]) -> None:
+        """Load, and take requests from then on; returns early when a signal comes first."""
+        loading = asyncio.ensure_future(_in_daemon(self._load))
+        await asyncio.wait([loading, at_once], return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            loading.cancel()
+            return
+        client = loading.result()
+        client.start()
+        self._app = create_app(client, self._model, self._settings)
+        self._client = client
+        self._ready(_url(self._listener))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    def _on_signal(self, number: int) -> None:
+        self._signals.append(number)
+        self._server.should_exit = True
+        if self._client is None or len(self._signals) > 1:
+            self._at_once.set()
+            return
+        self._client.loop.drain()
+        if self._settings.drain_timeout_s is not None:
+            asyncio.get_running_loop().call_later(self._settings.drain_timeout_s, self._at_once.set)
+
+    async def _end(self, serving: asyncio.Future[None]) -> None:
+        self._server.should_exit = True
+        if self._client is None:
+            self._server.force_exit = True
+        else:
+            self._client.loop.stop()  # what is unfinished fails, and its clients are told
+            await asyncio.to_thread(self._client.loop.join, _STOP_TIMEOUT_S)
+        await asyncio.wait({serving}, timeout=_FAREWELL_S)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def _in_daemon(work: Callable[[], T]) -> T:
+    """The result of `work`, in a thread that doesn't keep the process alive: loading can't be interrupted."""
+    done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     events = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        events.add_signal_handler(number, on_signal, number)
-    client.start()
-    server.on_started = lambda: ready(_url(listener))
-    try:
-        await serving
-        return 0
-    except asyncio.CancelledError:
-        return 128 + second[0]
-    finally:
-        client.loop.stop()
-        await asyncio.to_thread(client.loop.join, _STOP_TIMEOUT_S)
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(cast(T, result))
+
+    def run() -> None:
+        try:
+            outcome: tuple[T | None, BaseException | None] = (work(), None)
+        except BaseException as error:
+            outcome = (None, error)
+        with suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+            events.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, name="qtool-load", daemon=True).start()
+    return await done
 
 
 class _Server(uvicorn.Server):
     """Uvicorn without its signal handling, which ends the process by the signal, not by exit code 0."""
 
-    on_started: Callable[[], None] = staticmethod(lambda: None)
-
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.on_started()
-
 
 def _bind(address: Address) -> socket.socket:
-    """A socket bound to the address, not listening yet, so that clients are refused until we are ready."""
+    """A socket bound to the address, not listening yet."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -15,6 +15,7 @@ from qtool.runtime.client import Client
 from qtool.runtime.engines.contract import Engine
 from qtool.runtime.scheduler import SchedulerConfig
 from qtool.runtime.server.app import create_app
+from qtool.runtime.server.settings import ServerSettings
 from qtool.runtime.tokenizer import Tokenizer
 
 E = TypeVar("E", bound=Engine)
@@ -31,11 +32,17 @@ class Served(Generic[E]):
 
 
 @contextmanager
-def serving(engine: E, tokenizer: Tokenizer, config: SchedulerConfig | None = None) -> Iterator[Served[E]]:
+def serving(
+    engine: E,
+    tokenizer: Tokenizer,
+    config: SchedulerConfig | None = None,
+    settings: ServerSettings | None = None,
+) -> Iterator[Served[E]]:
     """Serve an engine under the name "model"."""
     client = Client(engine, tokenizer, config or SchedulerConfig(8, 64))
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(create_app(client, "model"), log_level="error", lifespan="off"))
+    app = create_app(client, "model", settings)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="error", lifespan="off"))
 
     async def main() -> None:
         client.start()

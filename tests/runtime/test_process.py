@@ -18,7 +18,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
-def process(folder: Path, seconds_a_step: float, port: int = 0) -> Iterator[subprocess.Popen[str]]:
+def process(
+    folder: Path,
+    seconds_a_step: float,
+    port: int = 0,
+    drain_timeout: float = 60,
+    seconds_to_load: float = 0,
+) -> Iterator[subprocess.Popen[str]]:
     command = [
         sys.executable,
         "-m",
@@ -26,6 +32,8 @@ def process(folder: Path, seconds_a_step: float, port: int = 0) -> Iterator[subp
         str(folder),
         str(port),
         str(seconds_a_step),
+        str(drain_timeout),
+        str(seconds_to_load),
     ]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -106,6 +114,32 @@ def test_a_second_signal_stops_at_once(tokenizer_folder: Path) -> None:
         assert server.wait(4) == 128 + signal.SIGTERM
         request.join(5)
         assert not request.complete
+
+
+def test_the_drain_timeout_ends_what_is_not_finished_and_tells_its_client(tokenizer_folder: Path) -> None:
+    with process(tokenizer_folder, 0.05, drain_timeout=0.3) as server:
+        request = Asking(url_of(server), 200)
+        assert request.begun.wait(10)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(5) == 128 + signal.SIGTERM
+        request.join(5)
+        assert not request.complete
+        assert any("the server was stopped" in line for line in request.lines)
+
+
+def test_while_the_model_loads_everything_is_503_and_a_signal_ends_it(tokenizer_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with process(tokenizer_folder, 0, port, seconds_to_load=30) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "loading\n"
+        with httpx.Client(transport=httpx.HTTPTransport(retries=3)) as client:
+            for path in ("/health", "/v1/models"):
+                response = client.get(f"http://127.0.0.1:{port}{path}")
+                assert response.status_code == 503
+                assert "being loaded" in response.json()["error"]["message"]
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(5) == 128 + signal.SIGTERM
 
 
 def test_an_idle_server_ends_at_once(tokenizer_folder: Path) -> None:

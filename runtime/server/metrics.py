@@ -1,0 +1,104 @@
+"""Prometheus metrics. Dashboards and gateways read their names, so none ever changes."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from qtool.runtime.client import Client
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """What requests took, as the HTTP side sees it, and what the engine loop counts."""
+
+    def __init__(self, client: Client) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_LoopCollector(client))
+        self.ttft = self._histogram(
+            "time_to_first_token", "From the request's arrival to an answer's first token", _SECONDS
+        )
+        self.tpot = self._histogram(
+            "time_per_output_token", "Between an answer's tokens, on average over the answer", _TOKEN_SECONDS
+        )
+        self.end_to_end = self._histogram(
+            "request_duration", "From the request's arrival to an answer's last token", _SECONDS
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts received")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
+        self._requests = Counter(
+            "qtool_requests",
+            "Requests answered, by route and HTTP status",
+            ["route", "status"],
+            registry=self._registry,
+        )
+
+    def count_request(self, route: str, status: int) -> None:
+        """Count a request that ended; status 0 is a client that went away before there was one."""
+        self._requests.labels(route, status).inc()
+
+    def render(self) -> bytes:
+        """The page that Prometheus scrapes, as CONTENT_TYPE."""
+        return generate_latest(self._registry)
+
+    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"qtool_{name}_seconds", meaning, buckets=buckets, registry=self._registry)
+
+    def _counter(self, name: str, meaning: str) -> Counter:
+        return Counter(f"qtool_{name}", meaning, registry=self._registry)
+
+
+class AnswerTimer:
+    """Times one answer and counts its tokens."""
+
+    def __init__(self, metrics: Metrics, arrived: float) -> None:
+        """`arrived` is the request's time on `time.perf_counter`."""
+        self._metrics = metrics
+        self._arrived = arrived
+        self._first: float | None = None
+        self._num_tokens = 0
+
+    def token(self) -> None:
+        """One more token came."""
+        self._metrics.generation_tokens.inc()
+        self._num_tokens += 1
+        if self._first is None:
+            self._first = time.perf_counter()
+            self._metrics.ttft.observe(self._first - self._arrived)
+
+    def finish(self) -> None:
+        """The last token came."""
+        now = time.perf_counter()
+        self._metrics.end_to_end.observe(now - self._arrived)
+        if self._first is not None and self._num_tokens > 1:
+            self._metrics.tpot.observe((now - self._first) / (self._num_tokens - 1))
+
+
+@dataclass(frozen=True)
+class _LoopCollector(Collector):
+    """Reads the loop's counts when Prometheus asks, so that counting costs the loop nothing."""
+
+    client: Client
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self.client.loop.stats()
+        num_blocks = self.client.loop.scheduler.blocks.num_blocks
+        usage = 1 - stats.num_free_blocks / num_blocks
+        yield GaugeMetricFamily("qtool_requests_running", "Sequences in the batch", stats.num_running)
+        yield GaugeMetricFamily("qtool_requests_waiting", "Sequences that wait", stats.num_waiting)
+        yield GaugeMetricFamily("qtool_kv_cache_usage_ratio", "Blocks of the KV pool in use, 0 to 1", usage)
+        yield CounterMetricFamily(
+            "qtool_preemptions", "Sequences that gave up their blocks", stats.num_preemptions
+        )
+        alias = "The same under the name that gateways read"
+        yield GaugeMetricFamily("vllm:num_requests_running", alias, stats.num_running)
+        yield GaugeMetricFamily("vllm:num_requests_waiting", alias, stats.num_waiting)
+        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", alias, usage)

@@ -1,0 +1,40 @@
+"""Routes for those who run the server: probes, version and metrics."""
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+
+import qtool
+from qtool.runtime.server.metrics import CONTENT_TYPE
+from qtool.runtime.server.responses import Json
+from qtool.runtime.server.service import Service
+
+
+def operations_routes(service: Service) -> APIRouter:
+    """/health, /ready, /version and /metrics."""
+    router = APIRouter(tags=["operations"])
+    loop = service.client.loop
+
+    @router.get("/health", responses={503: {"description": "Loading, stopping, or the engine failed"}})
+    async def health() -> JSONResponse:
+        """Whether the engine lives: restart the server when this stays 503."""
+        if (reason := loop.refusal) is not None:
+            return JSONResponse({"status": reason}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/ready", responses={503: {"description": "Not now"}})
+    async def ready() -> JSONResponse:
+        """Whether a request would be admitted now: send it elsewhere while this is 503."""
+        if (reason := loop.refusal) is not None:
+            return JSONResponse({"status": reason}, 503)
+        return JSONResponse({"status": "ready"})
+
+    @router.get("/version")
+    async def version() -> Json:
+        return {"version": qtool.__version__}
+
+    @router.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE)
+
+    return router

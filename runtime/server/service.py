@@ -1,0 +1,31 @@
+"""What every route works with."""
+
+from dataclasses import dataclass
+
+from qtool.runtime.client import Client
+from qtool.runtime.request import ParameterError
+from qtool.runtime.server.errors import ModelNotFoundError
+from qtool.runtime.server.metrics import Metrics
+from qtool.runtime.server.settings import ServerSettings
+
+
+@dataclass(frozen=True)
+class Service:
+    """One model behind the API."""
+
+    client: Client
+    model: str
+    """Its name in the API."""
+    settings: ServerSettings
+    metrics: Metrics
+
+    def refuse_other(self, name: str) -> None:
+        """Raise ModelNotFoundError unless `name` is the model's."""
+        if name != self.model:
+            raise ModelNotFoundError(f"model {name!r:.80} is not served here; this server has {self.model!r}")
+
+    def check_token_ids(self, param: str, ids: list[int]) -> None:
+        """Raise ParameterError for an id outside the vocabulary: an engine would read past its embeddings."""
+        vocab_size = self.client.vocab_size
+        if outside := [token for token in ids if not 0 <= token < vocab_size]:
+            raise ParameterError(param, f"token id {outside[0]} is not in 0 … {vocab_size - 1}")
