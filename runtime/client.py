@@ -8,9 +8,11 @@ from qtool.errors import QtoolError
 from qtool.runtime.detokenize import TextStream
 from qtool.runtime.engines.contract import Engine
 from qtool.runtime.loop import EngineLoop, Output
-from qtool.runtime.request import FinishReason, SamplingParams
+from qtool.runtime.request import FinishReason, RequestOptions, SamplingParams
 from qtool.runtime.scheduler import SchedulerConfig
 from qtool.runtime.tokenizer import Tokenizer
+
+_DEFAULTS = RequestOptions()
 
 
 class GenerationError(QtoolError):
@@ -22,7 +24,7 @@ class Piece:
     """What one more token of one prompt's answer gave."""
 
     index: int
-    """Which of the prompts."""
+    """Which of the answers: prompt · n + choice."""
     text: str
     """May be empty: half a character, or what could become a stop string."""
     finish_reason: FinishReason | None
@@ -48,23 +50,24 @@ class Client:
         self.loop.start()
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        options: RequestOptions = _DEFAULTS,
     ) -> AsyncGenerator[Piece, None]:
         """Answer every prompt, in one batch where they fit; a piece for each token, as it is made.
 
         Close the iterator (`contextlib.aclosing`) to cancel what is unfinished. Raises ParameterError when
         a prompt can never fit, NotAdmittingError or GenerationError when the server can't answer.
         """
-        for prompt in prompts:
-            self.loop.scheduler.refuse_misfit(len(prompt), params.max_tokens)
         queue: asyncio.Queue[Output] = asyncio.Queue()
-        unfinished: dict[int, int] = {}
-        streams = [TextStream(self.tokenizer, prompt, params.stop) for prompt in prompts]
+        streams = [
+            TextStream(self.tokenizer, prompt, params.stop) for prompt in prompts for _ in range(params.n)
+        ]
+        request_ids = self.loop.submit(prompts, params, options)
+        unfinished = {request_id: index for index, request_id in enumerate(request_ids)}
+        self._queues.update(dict.fromkeys(request_ids, queue))
         try:
-            for index, prompt in enumerate(prompts):
-                request_id = self.loop.submit(prompt, params)
-                self._queues[request_id] = queue
-                unfinished[request_id] = index
             while unfinished:
                 output = await queue.get()
                 if output.request_id not in unfinished:  # a stop string ended it on this side

@@ -12,7 +12,7 @@ first, is 1 where token t is allowed. Structured-output libraries fill the same 
 
 
 class TokenConstraint(Protocol):
-    """Follows one sequence, token by token; made for it alone, and called in the engine loop's thread only."""
+    """Follows one sequence, token by token; made for it alone, and called in the engine loop's thread."""
 
     @property
     def finished(self) -> bool:
@@ -34,8 +34,8 @@ class TokenConstraint(Protocol):
 
 
 ConstraintFactory = Callable[[], TokenConstraint]
-"""Makes the constraint of one choice; called once for each in the caller's thread, so it must be quick: compile
-the grammar before. Choices of the same request can't share one, since it follows its own text."""
+"""Makes the constraint of one choice, in the caller's thread, and must be quick: compile the grammar before.
+Choices of one request can't share a constraint, since each follows its own text."""
 
 
 def bitmask_width(vocab_size: int) -> int:

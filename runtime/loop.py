@@ -3,7 +3,7 @@
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -12,11 +12,12 @@ import numpy as np
 from qtool.errors import QtoolError
 from qtool.runtime.blocks import BlockManager
 from qtool.runtime.engines.contract import Engine, Floats, Step
-from qtool.runtime.request import FinishReason, SamplingParams, SequenceState
+from qtool.runtime.request import FinishReason, RequestOptions, SamplingParams, SequenceState
 from qtool.runtime.sampling import NO_TOKEN, sample
 from qtool.runtime.scheduler import Chunk, Scheduler, SchedulerConfig
 
 _log = logging.getLogger(__name__)
+_DEFAULTS = RequestOptions()
 
 
 class NotAdmittingError(QtoolError):
@@ -43,6 +44,8 @@ class LoopStats:
     num_waiting: int
     num_free_blocks: int
     num_preemptions: int
+    num_hit_tokens: int
+    num_queried_tokens: int
 
 
 class EngineLoop:
@@ -74,18 +77,33 @@ class EngineLoop:
         """Start the thread."""
         self._thread.start()
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Queue a request and return its id, by which its outputs are known and it can be cancelled.
+    def submit(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, options: RequestOptions = _DEFAULTS
+    ) -> list[int]:
+        """Queue every prompt, all or none, and return an id for each choice, prompt by prompt.
 
-        Raises ParameterError when it could never be served, NotAdmittingError when none is taken any more.
+        By its id a choice's outputs are known, and it can be cancelled. Raises ParameterError when a prompt
+        could never be served, NotAdmittingError when none is taken any more.
         """
-        self.scheduler.refuse_misfit(len(prompt), params.max_tokens)
+        for prompt in prompts:
+            self.scheduler.refuse_misfit(len(prompt), params.max_tokens)
         with self._lock:
             if self.refusal is not None:
                 raise NotAdmittingError(self.refusal)
-            sequence = SequenceState(next(self._ids), list(prompt), params)
-            self._inbox.put(sequence)
-        return sequence.id
+            sequences = [
+                sequence for prompt in prompts for sequence in self._choices(prompt, params, options)
+            ]
+            for sequence in sequences:
+                self._inbox.put(sequence)
+        return [sequence.id for sequence in sequences]
+
+    def _choices(
+        self, prompt: Sequence[int], params: SamplingParams, options: RequestOptions
+    ) -> Iterator[SequenceState]:
+        first = SequenceState(next(self._ids), list(prompt), params, options)
+        yield first
+        for choice in range(1, params.n):
+            yield SequenceState(next(self._ids), list(prompt), params, options, first, choice)
 
     def cancel(self, request_id: int) -> None:
         """Drop a request before the next step; its outputs end without a last one. Ended ones are ignored."""
@@ -113,12 +131,15 @@ class EngineLoop:
             num_waiting=len(scheduler.waiting),
             num_free_blocks=scheduler.blocks.num_free,
             num_preemptions=scheduler.num_preemptions,
+            num_hit_tokens=scheduler.num_hit_tokens,
+            num_queried_tokens=scheduler.num_queried_tokens,
         )
 
-    def receive(self) -> bool:
-        """Take in what callers sent, waiting while there is nothing to run; False when the loop is over.
+    def receive(self, wait: bool = True) -> bool:
+        """Take in what callers sent; whether there is something to run.
 
-        Called by the thread before each step, or by hand as `step` is.
+        With `wait`, there is unless the loop is over: it waits for requests. Called by the thread before
+        each step, or by hand as `step` is.
         """
         while True:
             while not self._inbox.empty():
@@ -127,21 +148,22 @@ class EngineLoop:
                 return False
             if self._sequences:
                 return True
-            if self.refusal is not None and self._inbox.empty():
+            if not wait or (self.refusal is not None and self._inbox.empty()):
                 return False
             self._accept(self._inbox.get())
 
     def step(self) -> list[Output]:
         """Schedule, run, commit. Called by the thread; by hand only where no thread was started."""
-        chunks = self.scheduler.schedule()
-        logits = self._engine.run(build_step(chunks))
-        return self._commit(chunks, logits)
+        plan = self.scheduler.schedule()
+        for source, target in plan.copies:
+            self._engine.copy_block(source, target)
+        logits = self._engine.run(build_step(plan.chunks))
+        return self._commit(plan.chunks, logits)
 
     def _commit(self, chunks: Sequence[Chunk], logits: Floats) -> list[Output]:
         """Count what was computed, append a token where a sequence's end was reached, drop what ended."""
         sampled = [chunk.sequence for chunk in chunks if chunk.reaches_end]
-        for chunk in chunks:
-            chunk.sequence.num_computed += chunk.num_new
+        self.scheduler.commit(chunks)
         tokens = sample(
             logits,
             [sequence.params for sequence in sampled],

@@ -11,6 +11,7 @@ from qtool.errors import UsageError
 FinishReason = Literal["stop", "length"]
 
 _MAX_STOPS = 4
+_MAX_CHOICES = 128
 _SEED_BITS = 64
 
 
@@ -31,6 +32,8 @@ class SamplingParams:
 
     max_tokens: int = 16
     """Tokens to generate at most."""
+    n: int = 1
+    """Choices: answers to each prompt, which is computed once."""
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
@@ -47,6 +50,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ParameterError("max_tokens", f"must be at least 1, got {self.max_tokens}")
+        if not 1 <= self.n <= _MAX_CHOICES:
+            raise ParameterError("n", f"must be 1 to {_MAX_CHOICES}, got {self.n}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ParameterError("temperature", f"must be finite and at least 0, got {self.temperature}")
         if self.top_k < 0:
@@ -60,10 +65,20 @@ class SamplingParams:
         if "" in self.stop:
             raise ParameterError("stop", "holds an empty string, which would end every answer; remove it")
 
-    def generator(self) -> np.random.Generator:
-        """The generator that draws this request's tokens and no other's."""
-        seed = None if self.seed is None else self.seed % 2**_SEED_BITS
+    def generator(self, choice: int = 0) -> np.random.Generator:
+        """The generator that draws the tokens of this request's choice and no other's: seed + choice."""
+        seed = None if self.seed is None else (self.seed + choice) % 2**_SEED_BITS
         return np.random.Generator(np.random.Philox(seed))
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What a request asks of the server beside its tokens."""
+
+    cache_salt: str = ""
+    """Requests share computed prefixes only with those of the same salt."""
+    priority: int = 0
+    """Lower runs first, and gives up its place last; those of one priority go by arrival."""
 
 
 @dataclass(eq=False)
@@ -75,15 +90,25 @@ class SequenceState:
     tokens: list[int]
     """The prompt, then what was generated."""
     params: SamplingParams
+    options: RequestOptions = RequestOptions()
+    sibling: "SequenceState | None" = None
+    """The first choice of the same prompt, whose computed prompt the other choices take over."""
+    choice: int = 0
     num_prompt: int = field(init=False)
     num_computed: int = 0
     """Leading tokens whose keys and values are in the pool."""
+    num_cached: int | None = None
+    """Tokens of the prompt that the prefix cache held when the sequence was first admitted; None before."""
+    num_published: int = 0
+    """Leading blocks of the table that the prefix cache knows of."""
     block_table: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    """Keys of the leading full blocks, as far as they were asked for."""
     generator: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
-        self.generator = self.params.generator()
+        self.generator = self.params.generator(self.choice)
 
     @property
     def num_uncomputed(self) -> int:

@@ -1,6 +1,7 @@
 """What the next step computes. Plain Python: no tensors, and no clock of its own."""
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qtool.errors import UsageError
@@ -16,6 +17,8 @@ class SchedulerConfig:
     """Sequences that run at once."""
     max_num_batched_tokens: int = 512
     """Tokens that one step computes. A smaller number makes prompts wait longer, and answers stall less."""
+    prefix_caching: bool = True
+    """Whether prompts that begin as an earlier one did take over its blocks."""
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -40,18 +43,36 @@ class Chunk:
         return self.num_new == self.sequence.num_uncomputed
 
 
+@dataclass(frozen=True)
+class Plan:
+    """One step: first copy blocks, one after the other, then compute the chunks."""
+
+    chunks: list[Chunk]
+    copies: list[tuple[int, int]]
+    """Source and target blocks. A source may be free already, so nothing may be written before."""
+
+
+@dataclass(frozen=True)
+class _Prefix:
+    """Blocks whose first `num_tokens` tokens are a sequence's own."""
+
+    blocks: Sequence[int]
+    num_tokens: int
+
+
 class Scheduler:
     """Continuous batching by one rule, with no phases of prefill and decode.
 
     A sequence has tokens, some of them computed. Each step hands out a budget of tokens: to running
-    sequences first, then to waiting ones in order of arrival, to each what it lacks or what is left. So a
-    prompt is cut into chunks that fit beside the others' decoding (Sarathi-Serve, Agrawal et al. 2024,
-    section 4), and iterations, not requests, are what is scheduled (Orca, Yu et al. 2022, section 3).
+    sequences first, then to waiting ones by rank, to each what it lacks or what is left. So a prompt is cut
+    into chunks that fit beside the others' decoding (Sarathi-Serve, Agrawal et al. 2024, section 4), and
+    iterations, not requests, are what is scheduled (Orca, Yu et al. 2022, section 3). Rank is priority, the
+    lower first, then arrival.
 
     A sequence takes the blocks of all its tokens when it is admitted, so that a prompt never stops halfway
-    for want of blocks. When a decoding sequence finds none, the last arrived gives up its own and waits to
-    be recomputed (PagedAttention, Kwon et al. 2023, section 4.5). The running sequences are thus always the
-    first arrived, and the first of all can take any block: every sequence ends.
+    for want of blocks. When a decoding sequence finds none, the running one of last rank gives up its own
+    and waits to be recomputed (PagedAttention, Kwon et al. 2023, section 4.5). The running sequence of first
+    rank can thus take any block and ends, and so does every other in its turn.
     """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager, max_context: int) -> None:
@@ -59,10 +80,13 @@ class Scheduler:
         self.blocks = blocks
         self.max_context = max_context
         self.running: list[SequenceState] = []
-        """In order of arrival."""
+        """By rank."""
         self.waiting: list[SequenceState] = []
-        """In order of arrival, all after the running ones."""
+        """By rank."""
         self.num_preemptions = 0
+        self.num_hit_tokens = 0
+        """Prompt tokens that the prefix cache held, of `num_queried_tokens` in all."""
+        self.num_queried_tokens = 0
 
     @property
     def max_tokens_per_sequence(self) -> int:
@@ -87,52 +111,114 @@ class Scheduler:
             )
 
     def add(self, sequence: SequenceState) -> None:
-        """Put a new sequence behind the waiting ones. Raises ParameterError when it can never fit."""
+        """Let a new sequence wait for its turn. Raises ParameterError when it can never fit."""
         self.refuse_misfit(sequence.num_prompt, sequence.params.max_tokens)
-        insort(self.waiting, sequence, key=_arrival)
+        insort(self.waiting, sequence, key=_rank)
 
-    def schedule(self) -> list[Chunk]:
-        """The next step, in order of arrival; empty only when no sequence is left.
+    def schedule(self) -> Plan:
+        """The next step; without chunks only when no sequence is left.
 
-        Blocks are taken here; `num_computed` moves when the caller has run the step.
+        Blocks are taken here; the caller runs the step and then calls `commit`.
         """
         budget = self.config.max_num_batched_tokens
+        plan = Plan([], [])
         preempted = False
-        chunks: list[Chunk] = []
-        while budget and len(chunks) < len(self.running):
-            sequence = self.running[len(chunks)]
+        place = 0
+        while budget and place < len(self.running):
+            sequence = self.running[place]
             if not self.blocks.grow(sequence.block_table, len(sequence.tokens)):
                 self._preempt_last()  # perhaps this very sequence
                 preempted = True
                 continue
-            num_new = min(sequence.num_uncomputed, budget)
-            chunks.append(Chunk(sequence, num_new))
-            budget -= num_new
-        if preempted:
-            # What was just given up would be taken back at once, and computed again for nothing.
-            return chunks
-        while budget and self.waiting and len(self.running) < self.config.max_num_seqs:
-            sequence = self.waiting[0]
-            if not self.blocks.grow(sequence.block_table, len(sequence.tokens)):
-                break
-            self.running.append(self.waiting.pop(0))
-            num_new = min(sequence.num_uncomputed, budget)
-            chunks.append(Chunk(sequence, num_new))
-            budget -= num_new
-        return chunks
+            place += 1
+            num_new = sequence.num_uncomputed
+            if num_new > 1:  # a long prompt leaves every sequence that decodes its token
+                later = sum(other.num_uncomputed == 1 for other in self.running[place:])
+                num_new = min(num_new, budget - later)
+            if num_new:
+                plan.chunks.append(Chunk(sequence, num_new))
+                budget -= num_new
+        # What was just given up would be taken back at once, and computed again for nothing.
+        if not preempted:
+            self._admit(plan, budget)
+        return plan
+
+    def commit(self, chunks: Sequence[Chunk]) -> None:
+        """Count what a step computed, and offer the blocks that it filled to later prefixes."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.num_computed += chunk.num_new
+            num_full = sequence.num_computed // self.blocks.block_size
+            if self.config.prefix_caching and num_full > sequence.num_published:
+                self.blocks.publish(
+                    sequence.block_table,
+                    sequence.tokens,
+                    sequence.block_keys,
+                    sequence.options.cache_salt,
+                    range(sequence.num_published, num_full),
+                )
+                sequence.num_published = num_full
 
     def remove(self, sequence: SequenceState) -> None:
         """Forget a sequence that ended, was cancelled or failed; its blocks are free again."""
         self.blocks.free(sequence.block_table)
         (self.running if sequence in self.running else self.waiting).remove(sequence)
 
+    def _admit(self, plan: Plan, budget: int) -> None:
+        """Start waiting sequences while budget, places and blocks last."""
+        place = 0
+        while budget and place < len(self.waiting) and len(self.running) < self.config.max_num_seqs:
+            sequence = self.waiting[place]
+            if self._sibling_computes_prompt(sequence):
+                place += 1
+                continue
+            prefix = self._computed_prefix(sequence)
+            if not self._take_blocks(sequence, prefix, plan):
+                break
+            self.running.append(self.waiting.pop(place))
+            num_new = min(sequence.num_uncomputed, budget)
+            plan.chunks.append(Chunk(sequence, num_new))
+            budget -= num_new
+        self.running.sort(key=_rank)
+
+    def _sibling_computes_prompt(self, sequence: SequenceState) -> bool:
+        sibling = sequence.sibling
+        return sibling in self.running and sibling.num_computed < sibling.num_prompt
+
+    def _computed_prefix(self, sequence: SequenceState) -> _Prefix:
+        """The longest beginning that need not be computed: not the last token, whose logits are wanted."""
+        limit = len(sequence.tokens) - 1
+        sibling = sequence.sibling
+        if sibling in self.running:
+            return _Prefix(sibling.block_table, min(sibling.num_prompt, limit))
+        found: list[int] = []
+        if self.config.prefix_caching:
+            found = self.blocks.find_prefix(sequence.tokens, sequence.block_keys, sequence.options.cache_salt)
+        num_hit = min(len(found) * self.blocks.block_size, limit)
+        if sequence.num_cached is None:
+            sequence.num_cached = num_hit
+            self.num_hit_tokens += num_hit
+            self.num_queried_tokens += sequence.num_prompt
+        return _Prefix(found, num_hit)
+
+    def _take_blocks(self, sequence: SequenceState, prefix: _Prefix, plan: Plan) -> bool:
+        """Give a sequence its blocks, whole ones of the prefix shared; False when blocks lack."""
+        num_shared, partial = divmod(prefix.num_tokens, self.blocks.block_size)
+        if not self.blocks.grow(sequence.block_table, len(sequence.tokens), prefix.blocks[:num_shared]):
+            return False
+        if partial:  # the sequence writes the rest of this block: into a copy (copy on write)
+            plan.copies.append((prefix.blocks[num_shared], sequence.block_table[num_shared]))
+        sequence.num_computed = prefix.num_tokens
+        sequence.num_published = num_shared
+        return True
+
     def _preempt_last(self) -> None:
         sequence = self.running.pop()
         self.blocks.free(sequence.block_table)
-        sequence.num_computed = 0
-        self.waiting.insert(0, sequence)
+        sequence.num_computed = sequence.num_published = 0
+        insort(self.waiting, sequence, key=_rank)
         self.num_preemptions += 1
 
 
-def _arrival(sequence: SequenceState) -> int:
-    return sequence.id
+def _rank(sequence: SequenceState) -> tuple[int, int]:
+    return sequence.options.priority, sequence.id

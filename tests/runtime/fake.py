@@ -28,6 +28,8 @@ class FakeEngine:
         self.max_context = max_context
         self.pool = np.full((num_blocks, block_size), EMPTY, np.int64)
         self.num_steps = 0
+        self.num_tokens = 0
+        """Tokens that all steps computed."""
         self.fail_at: int | None = None
         """The step that raises, counted from 0."""
         self.seconds_a_step = 0.0
@@ -42,6 +44,7 @@ class FakeEngine:
         if self.num_steps == self.fail_at:
             raise RuntimeError("the fake engine was told to fail")
         self.num_steps += 1
+        self.num_tokens += len(step.token_ids)
         assert step.new_lens.sum() == len(step.token_ids) == len(step.positions)
         assert (step.new_lens > 0).all()
         written: set[int] = set()

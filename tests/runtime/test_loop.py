@@ -4,6 +4,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from qtool.runtime.engines.contract import Engine
 from qtool.runtime.loop import EngineLoop, NotAdmittingError, Output
-from qtool.runtime.request import ParameterError, SamplingParams
+from qtool.runtime.request import ParameterError, RequestOptions, SamplingParams
 from qtool.runtime.scheduler import SchedulerConfig
 from tests.runtime.fake import FakeEngine, greedy
 
@@ -63,11 +64,12 @@ def generate(
     requests: Sequence[tuple[list[int], SamplingParams]],
     seqs: int = 8,
     budget: int = 64,
+    prefix_caching: bool = True,
 ) -> tuple[list[list[int]], int]:
     """Answers to requests that all arrive at once, without threads; and how often one was preempted."""
     answers: dict[int, list[int]] = defaultdict(list)
-    loop = EngineLoop(engine, SchedulerConfig(seqs, budget), lambda _: None)
-    ids = [loop.submit(prompt, params) for prompt, params in requests]
+    loop = EngineLoop(engine, SchedulerConfig(seqs, budget, prefix_caching), lambda _: None)
+    ids = [loop.submit([prompt], params)[0] for prompt, params in requests]
     loop.drain()
     while loop.receive():
         for output in loop.step():
@@ -114,6 +116,80 @@ def test_seeded_answers_depend_on_nothing_but_the_request(
     assert together == alone
 
 
+@settings(max_examples=80, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=8),
+    num_blocks=st.integers(11, 40),
+    block_size=st.integers(4, 7),
+    seqs=st.integers(1, 6),
+    spare=st.integers(0, 20),
+    n=st.integers(1, 3),
+    data=st.data(),
+)
+def test_cached_answers_are_uncached_ones_whatever_is_shared_cancelled_or_evicted(
+    lengths: list[tuple[int, int]],
+    num_blocks: int,
+    block_size: int,
+    seqs: int,
+    spare: int,
+    n: int,
+    data: st.DataObject,
+) -> None:
+    engine = FakeEngine(num_blocks, block_size)
+    loop = EngineLoop(engine, SchedulerConfig(seqs, seqs + spare), lambda _: None)
+    answers: dict[int, list[int]] = defaultdict(list)
+    wanted: dict[int, list[int]] = {}
+    for number, (shared, own) in enumerate(lengths):
+        prompt = [9] * shared + [number % 3 + 3] * own
+        params = SamplingParams(max_tokens=12, temperature=0.8, seed=number, n=n)
+        options = RequestOptions(cache_salt=data.draw(st.sampled_from(["", "salt"])))
+        for choice, request in enumerate(loop.submit([prompt], params, options)):
+            wanted[request] = alone(prompt, number + choice)
+        for _ in range(data.draw(st.integers(0, 6))):
+            if loop.scheduler.running and data.draw(st.integers(0, 9)) == 0:
+                loop.cancel(cancelled := loop.scheduler.running[0].id)
+                wanted.pop(cancelled, None)
+            step(loop, answers)
+    while step(loop, answers):
+        pass
+    assert {request: answers[request] for request in wanted} == wanted
+    assert loop.stats().num_free_blocks == num_blocks
+
+
+@cache
+def _alone(prompt: tuple[int, ...], seed: int) -> list[int]:
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=seed)
+    return generate(FakeEngine(64), [(list(prompt), params)], prefix_caching=False)[0][0]
+
+
+def alone(prompt: list[int], seed: int) -> list[int]:
+    """The answer to a prompt that nothing is shared with."""
+    return _alone(tuple(prompt), seed)
+
+
+def step(loop: EngineLoop, answers: dict[int, list[int]]) -> bool:
+    """Run a step by hand if there is anything to run, and collect its tokens."""
+    if not loop.receive(wait=False):
+        return False
+    for output in loop.step():
+        assert output.token is not None
+        answers[output.request_id].append(output.token)
+    return True
+
+
+def test_choices_are_the_answers_of_consecutive_seeds_and_share_one_prompt() -> None:
+    engine = FakeEngine(num_blocks=40)
+    prompt = list(range(3, 25))
+    answers: dict[int, list[int]] = defaultdict(list)
+    loop = EngineLoop(engine, SchedulerConfig(8, 64), lambda _: None)
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=5, n=3)
+    ids = loop.submit([prompt], params)
+    while step(loop, answers):
+        pass
+    assert [answers[request] for request in ids] == [alone(prompt, seed) for seed in (5, 6, 7)]
+    assert engine.num_tokens == 22 + 2 + 3 * 11  # the last token of the prompt is computed for each
+
+
 def test_the_same_seed_repeats_and_another_differs() -> None:
     def answer(seed: int) -> list[int]:
         return generate(FakeEngine(), [([5, 6], SamplingParams(seed=seed))])[0][0]
@@ -125,7 +201,7 @@ def test_a_stop_token_ends_the_sequence_with_reason_stop() -> None:
     third = greedy(FakeEngine(), [7, 8], 3)[-1]
     with running(FakeEngine()) as (loop, sink):
         params = SamplingParams(max_tokens=12, temperature=0, stop_token_ids=frozenset({third}))
-        request = loop.submit([7, 8], params)
+        request = loop.submit([[7, 8]], params)[0]
         assert sink.result(request) == greedy(FakeEngine(), [7, 8], 3)
         assert sink.outputs[request][-1].finish_reason == "stop"
 
@@ -136,7 +212,7 @@ def test_requests_from_many_threads_are_all_answered() -> None:
     with running(FakeEngine(num_blocks=20)) as (loop, sink):
 
         def ask(number: int) -> None:
-            found[number] = sink.result(loop.submit(asked[number], GREEDY))
+            found[number] = sink.result(loop.submit([asked[number]], GREEDY)[0])
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(asked))]
         for thread in threads:
@@ -149,7 +225,7 @@ def test_requests_from_many_threads_are_all_answered() -> None:
 def test_a_cancelled_request_is_gone_before_the_next_step_and_its_blocks_are_free() -> None:
     engine = FakeEngine()
     loop = EngineLoop(engine, SchedulerConfig(), lambda _: None)
-    first, second = loop.submit([1, 2, 3], GREEDY), loop.submit([4], GREEDY)
+    first, second = loop.submit([[1, 2, 3]], GREEDY)[0], loop.submit([[4]], GREEDY)[0]
     assert loop.receive()
     assert {output.request_id for output in loop.step()} == {first, second}
     loop.cancel(first)
@@ -165,8 +241,8 @@ def test_a_cancelled_request_is_gone_before_the_next_step_and_its_blocks_are_fre
 
 def test_the_loop_goes_on_after_a_cancellation() -> None:
     with running(FakeEngine()) as (loop, sink):
-        loop.cancel(loop.submit([1, 2, 3], GREEDY))
-        assert sink.result(loop.submit([4], GREEDY)) == greedy(FakeEngine(), [4], 12)
+        loop.cancel(loop.submit([[1, 2, 3]], GREEDY)[0])
+        assert sink.result(loop.submit([[4]], GREEDY)[0]) == greedy(FakeEngine(), [4], 12)
 
 
 def test_an_engine_failure_fails_every_request_and_refuses_new_ones() -> None:
@@ -174,7 +250,7 @@ def test_an_engine_failure_fails_every_request_and_refuses_new_ones() -> None:
     engine.fail_at = 2
     with running(engine, seqs=2) as (loop, sink):
         engine.gate.clear()
-        requests = [loop.submit(prompt, GREEDY) for prompt in prompts(5)]
+        requests = [loop.submit([prompt], GREEDY)[0] for prompt in prompts(5)]
         engine.gate.set()
         for request in requests:
             sink.result(request)
@@ -182,7 +258,7 @@ def test_an_engine_failure_fails_every_request_and_refuses_new_ones() -> None:
                 "the engine failed: RuntimeError: the fake engine was told to fail"
             )
         with pytest.raises(NotAdmittingError, match="the engine failed"):
-            loop.submit([1], GREEDY)
+            loop.submit([[1]], GREEDY)[0]
         assert loop.stats().num_free_blocks == engine.num_blocks
 
 
@@ -195,21 +271,21 @@ def test_logits_that_are_not_finite_fail_one_request_and_no_other() -> None:
             return row
 
     with running(Broken()) as (loop, sink):
-        bad, good = loop.submit([9, 9], GREEDY), loop.submit([8, 8], GREEDY)
+        bad, good = loop.submit([[9, 9]], GREEDY)[0], loop.submit([[8, 8]], GREEDY)[0]
         assert sink.result(good) == greedy(FakeEngine(), [8, 8], 12)
         assert sink.result(bad) == [None]
         assert sink.outputs[bad][-1].error == "the model gave logits that are not finite"
-        assert sink.result(loop.submit([8], GREEDY)) == greedy(FakeEngine(), [8], 12)
+        assert sink.result(loop.submit([[8]], GREEDY)[0]) == greedy(FakeEngine(), [8], 12)
 
 
 def test_draining_finishes_what_was_admitted_and_nothing_else() -> None:
     engine = FakeEngine()
     with running(engine, seqs=2) as (loop, sink):
         engine.gate.clear()
-        requests = [loop.submit(prompt, GREEDY) for prompt in prompts(5)]
+        requests = [loop.submit([prompt], GREEDY)[0] for prompt in prompts(5)]
         loop.drain()
         with pytest.raises(NotAdmittingError, match="shutting down"):
-            loop.submit([1], GREEDY)
+            loop.submit([[1]], GREEDY)[0]
         engine.gate.set()
         assert loop.join(20)
         answers = [sink.result(request) for request in requests]
@@ -220,7 +296,7 @@ def test_stopping_fails_what_has_not_finished() -> None:
     engine = FakeEngine()
     with running(engine) as (loop, sink):
         engine.gate.clear()
-        request = loop.submit([1], GREEDY)
+        request = loop.submit([[1]], GREEDY)[0]
         loop.stop()
         engine.gate.set()
         assert loop.join(20)
@@ -231,6 +307,6 @@ def test_stopping_fails_what_has_not_finished() -> None:
 def test_a_request_that_can_never_fit_is_refused_where_it_is_submitted() -> None:
     with running(FakeEngine(num_blocks=4, block_size=4)) as (loop, _):
         with pytest.raises(ParameterError, match="the KV cache holds 16 tokens"):
-            loop.submit([1] * 5, GREEDY)
+            loop.submit([[1] * 5], GREEDY)[0]
         with pytest.raises(ParameterError, match="prompt: is empty"):
-            loop.submit([], GREEDY)
+            loop.submit([[]], GREEDY)[0]

@@ -57,7 +57,7 @@ def answers(
     """Tokens of every request when all arrive at once, and how often one was preempted."""
     found: dict[int, list[int]] = defaultdict(list)
     loop = EngineLoop(engine, config, lambda _: None)
-    ids = [loop.submit(prompt, params) for prompt, params in requests]
+    ids = [loop.submit([prompt], params)[0] for prompt, params in requests]
     loop.drain()
     while loop.receive():
         for output in loop.step():
