@@ -37,10 +37,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import torch
-from numpy.typing import NDArray
 from onnx import TensorProto
 
 from qtool.compile.backends.onnx_graph import Graph, Tensor
+from qtool.compile.codes import code_bytes
 from qtool.compile.config import DecoderConfig
 from qtool.compile.decoder import Attention, Weights, decode
 from qtool.compile.rope import Rope
@@ -239,18 +239,10 @@ def _floats(tensor: torch.Tensor) -> Tensor:
 
 
 def _codes(codes: torch.Tensor, weight: QuantizedTensor) -> Tensor:
-    """Codes, or zero points, of `weight`: signed when it is symmetric, else shifted to unsigned."""
-    signed, bits = weight.zero_point is None, weight.scheme.num_bits
-    kind = getattr(TensorProto, f"{'INT' if signed else 'UINT'}{bits}")
-    shifted = codes if signed else codes.to(torch.int16) - weight.scheme.low
-    values = shifted.to(torch.uint8).contiguous().numpy().reshape(-1)
-    return Tensor(_pack4(values) if bits == 4 else values, kind, codes.shape)
-
-
-def _pack4(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The low four bits of `values`, two a byte, the first in the low nibble."""
-    flat = np.append(values, np.zeros(len(values) % 2, np.uint8)) & 0x0F
-    return np.asarray(flat[0::2] | (flat[1::2] << 4), dtype=np.uint8)
+    """Codes, or zero points, of `weight`."""
+    raw, signed = code_bytes(codes, weight)
+    kind = getattr(TensorProto, f"{'INT' if signed else 'UINT'}{weight.scheme.num_bits}")
+    return Tensor(raw, kind, codes.shape)
 
 
 def write_onnx(

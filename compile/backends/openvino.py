@@ -17,6 +17,7 @@ from openvino import opset13 as ops
 from openvino.op import Parameter, _PagedAttentionExtension
 from torch import Tensor
 
+from qtool.compile.codes import code_bytes
 from qtool.compile.config import DecoderConfig
 from qtool.compile.decoder import Attention, Weights, decode
 from qtool.compile.rope import Rope
@@ -191,19 +192,9 @@ def _safe_group(weight: QuantizedTensor) -> int:
 
 def _codes(codes: Tensor, weight: QuantizedTensor) -> Node:
     """Integer codes as a packed constant, converted to float32."""
-    signed, bits = weight.zero_point is None, weight.scheme.num_bits
-    kind = getattr(ov.Type, f"{'i' if signed else 'u'}{bits}")
-    values = (codes if signed else codes.to(torch.int16) - weight.scheme.low).to(torch.uint8).numpy()
-    packed = _pack4(values) if bits == 4 else np.ascontiguousarray(values)
-    return ops.convert(_from_bytes(packed, list(codes.shape), kind), ov.Type.f32).output(0)
-
-
-def _pack4(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The low four bits of `values`, two a byte, the first in the low nibble."""
-    flat = values.reshape(-1) & 0x0F
-    if len(flat) % 2:
-        flat = np.append(flat, np.uint8(0))
-    return np.asarray(flat[0::2] | (flat[1::2] << 4), dtype=np.uint8)
+    raw, signed = code_bytes(codes, weight)
+    kind = getattr(ov.Type, f"{'i' if signed else 'u'}{weight.scheme.num_bits}")
+    return ops.convert(_from_bytes(raw, list(codes.shape), kind), ov.Type.f32).output(0)
 
 
 def _parameter(name: str, kind: ov.Type, shape: list[int] | None) -> Parameter:
