@@ -96,6 +96,7 @@ class TensorRtEngine:
         self.vocab_size = spec.vocab_size
         self.max_context = info.max_context
         self.block_size = layout.block_size
+        self.takes_trees = True
         self.num_blocks = -(-kv_cache_tokens // layout.block_size)
         if self.num_blocks > layout.max_blocks:
             raise UsageError(
