@@ -26,7 +26,10 @@ from qtool.compile.decoder import Weights
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.recipe import TensorRtOptions
+from qtool.errors import QtoolError
 
+_LEAST_HEADS = 4
+"""Measured with tensorrt_rtx 1.7.1: 1 to 3 query heads are refused in any size and grouping that was tried."""
 _log = logging.getLogger(__name__)
 
 
@@ -56,8 +59,13 @@ def write_engine(
     There is no float32 engine: TensorRT has no attention kernel for it, and refuses the graph.
 
     Raises UsageError for a compute capability that the library does not know, QtoolError when the library
-    is missing, a GPU is needed, or the builder fails, crashes, warns or drops a part of the graph.
+    is missing or has no kernel for the model, a GPU is needed, or the builder fails, crashes, warns or drops a part of the graph.
     """
+    if config.num_heads < _LEAST_HEADS:
+        raise QtoolError(
+            f"{config.architecture} with {config.num_heads} attention heads: {target} has no attention kernel "
+            f"for fewer than {_LEAST_HEADS}; compile for another target"
+        )
     flavour = FLAVOURS[target]
     trt = load(flavour)
     check_gpu(flavour)

@@ -1,0 +1,217 @@
+"""An interpreter of TensorRT networks in torch: what a parsed graph computes, layer by layer, without a GPU.
+
+It walks the network that the builder is given, so the parser's own work, where inputs have been dropped and
+weights misread, is under test too. Only the bytes of 4-bit constants are the graph's, by name: the Python
+bindings hand them out to nobody.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import tensorrt_rtx_bindings as trt
+import torch
+from onnx import TensorProto, numpy_helper
+from torch import Tensor
+
+DTYPES = {
+    trt.DataType.FLOAT: torch.float32,
+    trt.DataType.HALF: torch.float16,
+    trt.DataType.INT32: torch.int32,
+    trt.DataType.INT64: torch.int64,
+    trt.DataType.BOOL: torch.bool,
+    trt.DataType.INT8: torch.int8,
+}
+
+
+class Interpreter:
+    """A parsed graph, to be run with inputs by name.
+
+    Where the network computes in float16 the interpreter computes in `dtype`: in float32, so that what is
+    compared is the network and not its rounding, or in float16 as it says. A layer or an option that the
+    interpreter does not know is a KeyError or an AssertionError.
+    """
+
+    def __init__(self, model: Path, dtype: torch.dtype = torch.float32) -> None:
+        self._dtype = dtype
+        self._logger = trt.Logger(trt.Logger.ERROR)
+        self._builder = trt.Builder(self._logger)
+        self._network = self._builder.create_network(0)
+        parser = trt.OnnxParser(self._network, self._logger)
+        assert parser.parse_from_file(str(model))
+        self._codes = _four_bit_weights(model)
+        kinds = trt.LayerType
+        self._kinds: dict[Any, Callable[..., Tensor]] = {
+            kinds.CONSTANT: self._constant,
+            kinds.CAST: lambda layer, x: self._to(x, layer.to_type),
+            kinds.DEQUANTIZE: self._dequantize,
+            kinds.GATHER: _gather,
+            kinds.SHUFFLE: _shuffle,
+            kinds.SHAPE: lambda layer, x: torch.tensor(x.shape),
+            kinds.CONCATENATION: lambda layer, *xs: torch.cat(xs, layer.axis),
+            kinds.ELEMENTWISE: lambda layer, a, b: _ELEMENTWISE[layer.op](a, b),
+            kinds.UNARY: lambda layer, x: _UNARY[layer.op](x),
+            kinds.ACTIVATION: lambda layer, x: _ACTIVATIONS[layer.type](x),
+            kinds.REDUCE: _reduce,
+            kinds.MATRIX_MULTIPLY: _matmul,
+            kinds.SLICE: _slice,
+            kinds.UNSQUEEZE: lambda layer, x, axes: x.unsqueeze(int(axes) % (x.dim() + 1)),
+            kinds.ROTARY_EMBEDDING: _rotary,
+            kinds.ATTENTION_INPUT: _attention,
+            kinds.ATTENTION_OUTPUT: lambda layer, x: x,
+            kinds.IDENTITY: lambda layer, x: x,
+        }
+
+    def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The network's outputs."""
+        values = {name: self._number(value) for name, value in inputs.items()}
+        for index in range(self._network.num_layers):
+            layer = self._network.get_layer(index)
+            kind, places = layer.type, range(layer.num_inputs)
+            tensors = [layer.get_input(place) for place in places]
+            _become(layer, kind)
+            result = self._kinds[kind](layer, *(tensor and values[tensor.name] for tensor in tensors))
+            output = layer.get_output(0)
+            assert layer.num_outputs == 1
+            assert len(output.shape) == result.dim(), f"{layer.name}: {result.shape}, said {output.shape}"
+            sizes = zip(output.shape, result.shape, strict=True)
+            assert all(said in (-1, size) for said, size in sizes), layer.name
+            assert result.dtype == self._number(torch.empty(0, dtype=_dtype_of(output))).dtype, layer.name
+            values[output.name] = result
+        outputs = [self._network.get_output(index).name for index in range(self._network.num_outputs)]
+        return {name: values[name] for name in outputs}
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of the network's inputs."""
+        return [self._network.get_input(index).name for index in range(self._network.num_inputs)]
+
+    def _number(self, x: Tensor) -> Tensor:
+        return x.to(self._dtype) if x.dtype == torch.float16 else x
+
+    def _to(self, x: Tensor, dtype: Any) -> Tensor:
+        return self._number(x.to(DTYPES[dtype]))
+
+    def _constant(self, layer: Any) -> Tensor:
+        if layer.name in self._codes:
+            codes = self._codes[layer.name]
+            assert tuple(layer.shape) == tuple(codes.shape)
+            return codes
+        values = np.array(layer.weights).reshape(tuple(layer.shape))
+        return self._number(torch.from_numpy(values))
+
+    @staticmethod
+    def _dequantize(layer: Any, codes: Tensor, scale: Tensor) -> Tensor:
+        """Blocks along the axis where codes outnumber scales; one scale a channel for 8-bit codes."""
+        if scale.dim() == 1:
+            shape = [-1 if axis == layer.axis else 1 for axis in range(codes.dim())]
+            return codes.to(scale.dtype) * scale.view(shape)
+        rows, columns = codes.shape
+        assert columns == scale.shape[1]
+        return codes.to(scale.dtype) * scale.repeat_interleave(rows // len(scale), 0)
+
+
+def _four_bit_weights(model: Path) -> dict[str, Tensor]:
+    proto = onnx.load(model)
+    return {
+        tensor.name: torch.from_numpy(numpy_helper.to_array(tensor).astype(np.int8))
+        for tensor in proto.graph.initializer
+        if tensor.data_type == TensorProto.INT4
+    }
+
+
+def _dtype_of(tensor: Any) -> torch.dtype:
+    return torch.int8 if tensor.dtype == trt.DataType.INT4 else DTYPES[tensor.dtype]
+
+
+def _become(layer: Any, kind: Any) -> None:
+    """Layers are handed out as their base class; their options are in their own."""
+    wanted = f"i{kind.name.replace('_', '')}layer".lower()
+    layer.__class__ = next(getattr(trt, name) for name in dir(trt) if name.lower() == wanted)
+
+
+def _gather(layer: Any, data: Tensor, indices: Tensor) -> Tensor:
+    assert layer.mode == trt.GatherMode.DEFAULT
+    assert layer.num_elementwise_dims == 0
+    assert int(indices.min()) >= 0
+    taken = data.index_select(layer.axis, indices.reshape(-1).long())
+    return taken.view(*data.shape[: layer.axis], *indices.shape, *data.shape[layer.axis + 1 :])
+
+
+def _shuffle(layer: Any, x: Tensor, shape: Tensor | None = None) -> Tensor:
+    x = x.permute(tuple(layer.first_transpose)[: x.dim()])
+    sizes = None if shape is None else shape.tolist()
+    if shape is None and layer.reshape_dims is not None:
+        sizes = list(layer.reshape_dims)
+    if sizes is not None:
+        if layer.zero_is_placeholder:
+            sizes = [x.shape[place] if size == 0 else size for place, size in enumerate(sizes)]
+        x = x.reshape(sizes)
+    return x.permute(tuple(layer.second_transpose)[: x.dim()])
+
+
+def _reduce(layer: Any, x: Tensor) -> Tensor:
+    axes = [axis for axis in range(x.dim()) if layer.axes >> axis & 1]
+    return _REDUCE[layer.op](x, axes, layer.keep_dims)
+
+
+def _matmul(layer: Any, a: Tensor, b: Tensor) -> Tensor:
+    sides = []
+    for side, operation in ((a, layer.op0), (b, layer.op1)):
+        assert operation in (trt.MatrixOperation.NONE, trt.MatrixOperation.TRANSPOSE)
+        sides.append(side.mT if operation == trt.MatrixOperation.TRANSPOSE else side)
+    return sides[0] @ sides[1]
+
+
+def _slice(layer: Any, x: Tensor, start: Tensor | None, size: Tensor | None = None) -> Tensor:
+    assert layer.mode == trt.SampleMode.STRICT_BOUNDS
+    assert set(layer.stride) == {1}
+    starts = list(layer.start) if start is None else start.tolist()
+    sizes = list(layer.shape) if size is None else size.tolist()
+    for axis, (begin, count) in enumerate(zip(starts, sizes, strict=True)):
+        x = x.narrow(axis, begin, count)
+    return x
+
+
+def _rotary(layer: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, H, S, D], cos and sin [B, S, D / 2]."""
+    assert not layer.interleaved
+    assert layer.rotary_embedding_dim in (0, x.shape[-1])
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _attention(layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Softmax attention [B, H, S, D] over the keys that the mask shows; no scale, heads shared evenly."""
+    attention = layer.attention
+    assert attention.norm_op == trt.AttentionNormalizationOp.SOFTMAX
+    assert attention.causal_kind == trt.CausalMaskKind.NONE
+    assert attention.mask is not None, "the parser dropped the mask"
+    assert attention.query_form == attention.key_value_form == trt.AttentionIOForm.PADDED_BHND
+    shared = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(shared, 1).mT
+    weights = scores.masked_fill(~mask, -torch.inf).float().softmax(-1).to(q.dtype)
+    return weights @ v.repeat_interleave(shared, 1)
+
+
+_ELEMENTWISE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    trt.ElementWiseOperation.SUM: torch.add,
+    trt.ElementWiseOperation.SUB: torch.sub,
+    trt.ElementWiseOperation.PROD: torch.mul,
+    trt.ElementWiseOperation.DIV: torch.div,
+    trt.ElementWiseOperation.POW: torch.pow,
+}
+_UNARY: dict[Any, Callable[[Tensor], Tensor]] = {
+    trt.UnaryOperation.SQRT: torch.sqrt,
+    trt.UnaryOperation.RECIP: torch.reciprocal,
+    trt.UnaryOperation.SIN: torch.sin,
+    trt.UnaryOperation.COS: torch.cos,
+}
+_ACTIVATIONS: dict[Any, Callable[[Tensor], Tensor]] = {trt.ActivationType.SIGMOID: torch.sigmoid}
+_REDUCE: dict[Any, Callable[[Tensor, list[int], bool], Tensor]] = {
+    trt.ReduceOperation.AVG: torch.mean,
+    trt.ReduceOperation.SUM: torch.sum,
+}
