@@ -64,6 +64,10 @@ class Tokenizer:
             fast, special_tokens, _chat_template(folder, config), _eos_ids(folder, fast, special_tokens)
         )
 
+    def to_json(self) -> str:
+        """The tokenizer as a tokenizer.json."""
+        return self._fast.to_str()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer puts around one (often a BOS)."""
         return self._fast.encode(text, add_special_tokens=add_special_tokens).ids

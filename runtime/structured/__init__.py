@@ -1,0 +1,1 @@
+"""Structured output: answers that a JSON schema, a regular expression or a grammar describes."""

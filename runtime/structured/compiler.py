@@ -1,0 +1,88 @@
+"""From a grammar to what restricts a sequence's tokens, through llguidance."""
+
+import threading
+from functools import lru_cache
+
+from llguidance import LLMatcher, LLTokenizer
+
+from qtool.errors import QtoolError
+from qtool.runtime.constraint import Bitmask, ConstraintFactory
+from qtool.runtime.request import ParameterError
+from qtool.runtime.structured.grammar import Grammar
+from qtool.runtime.tokenizer import Tokenizer
+
+_CACHED_GRAMMARS = 128
+_MAX_MESSAGE = 300
+
+
+class GrammarError(QtoolError):
+    """A grammar became too complex while an answer followed it."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer; any thread may call it. Grammars asked for before are kept."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """`vocab_size` is the engine's, which may exceed the tokenizer's."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._trie: LLTokenizer | None = None
+        self._compiled = lru_cache(_CACHED_GRAMMARS)(self._compile)
+
+    def compile(self, grammar: Grammar) -> ConstraintFactory:
+        """What makes a constraint for each sequence of a request. Takes milliseconds, the first one a second.
+
+        Raises ParameterError, by the grammar's field, for one that is invalid or that can't be enforced.
+        """
+        matcher = self._compiled(grammar)
+        return lambda: GrammarConstraint(matcher.deep_copy())
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        matcher = LLMatcher(self._vocabulary(), grammar.definition, log_level=0)
+        if matcher.is_error():
+            problem = " ".join(matcher.get_error().split())
+            raise ParameterError(grammar.param, f"cannot be enforced: {problem:.{_MAX_MESSAGE}}")
+        return matcher
+
+    def _vocabulary(self) -> LLTokenizer:
+        with self._lock:
+            if self._trie is None:
+                self._trie = LLTokenizer(
+                    self._tokenizer.to_json(),
+                    n_vocab=self._vocab_size,
+                    eos_token=sorted(self._tokenizer.eos_token_ids) or None,
+                )
+            return self._trie
+
+
+class GrammarConstraint:
+    """One sequence's way through a grammar: a TokenConstraint."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text is complete and nothing can follow it."""
+        return self._matcher.is_stopped()
+
+    def fill_mask(self, row: Bitmask) -> None:
+        """Allow the tokens that the grammar can go on with."""
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._check()
+
+    def accept(self, token: int) -> None:
+        """Move on by a token."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back tokens."""
+        self._matcher.rollback(num_tokens)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            problem = " ".join(self._matcher.get_error().split())
+            raise GrammarError(f"the grammar cannot be followed any further: {problem:.{_MAX_MESSAGE}}")

@@ -1,0 +1,1 @@
+"""Tool calls: how models write them, read as text arrives, and grammars that force them."""
