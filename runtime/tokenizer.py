@@ -76,6 +76,11 @@ class Tokenizer:
         """The text of token ids, special tokens left out."""
         return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is spelled so; None when there is none."""
+        token_id = self._fast.token_to_id(text)
+        return token_id if token_id is not None and self.decode([token_id]) == "" else None
+
     def token(self, token_id: int) -> str | None:
         """A token as tokenizer.json spells it; None for an id that the tokenizer doesn't use."""
         return self._fast.id_to_token(token_id)

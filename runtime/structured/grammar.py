@@ -9,7 +9,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from qtool.runtime.request import ParameterError
 
-_JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{0,16}"}
+JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{0,16}"}
 """Whitespace between JSON's tokens is free but bounded: models that are unsure print it without end."""
 
 
@@ -30,7 +30,7 @@ def json_object(param: str) -> Grammar:
 
 def json_schema(param: str, schema: Mapping[str, object]) -> Grammar:
     """JSON that fits a schema. A keyword that can't be enforced is refused when the grammar is compiled."""
-    schema = {**schema, "x-guidance": _JSON_OPTIONS}
+    schema = {**schema, "x-guidance": JSON_OPTIONS}
     return Grammar(param, LLMatcher.grammar_from_json_schema(json.dumps(schema)))
 
 
