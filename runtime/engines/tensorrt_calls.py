@@ -47,9 +47,10 @@ def plan_calls(step: Step, info: EngineInfo) -> Iterator[Call]:
             raise QtoolError(
                 f"a tree of {count} drafts is wider than the {chunk} tokens of the engine's largest call"
             )
-        for start in range(0, count, chunk if kind == "prefill" else count):
+        size = chunk if kind == "prefill" else count
+        for start in range(0, count, size):
             past = int(step.past_lens[sequence]) + start
-            piece = Piece(sequence, start, min(count - start, chunk), -(-past // info.pool.block_size))
+            piece = Piece(sequence, start, min(count - start, size), -(-past // info.pool.block_size))
             _check_past(piece, prefill)
             if kind == "prefill":
                 yield Call(index[kind], (piece,))

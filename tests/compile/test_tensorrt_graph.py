@@ -10,7 +10,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qtool.compile.backends.onnx import write_onnx
 from qtool.compile.backends.tensorrt.checks import read_graph
-from qtool.compile.backends.tensorrt.zero_points import SymmetricWeights, fold_zero_points
+from qtool.compile.backends.tensorrt.weights import SplitChannels, SymmetricWeights
+from qtool.compile.backends.tensorrt.zero_points import fold_zero_points
 from qtool.compile.build import compile_engine
 from qtool.compile.config import read_config
 from qtool.compile.weights import CheckpointWeights
@@ -79,6 +80,23 @@ def test_rounding_again_without_zero_points_reports_what_it_adds(tmp_path: Path)
     read_graph(file)
     assert set(errors) == {f"model.layers.{layer}.mlp.up_proj" for layer in range(3)}
     assert all(12 < decibel < 30 for decibel in errors.values())  # 4 bits of a normal weight: about 20
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_channel_of_one_scale_becomes_two_groups_of_the_same_numbers(
+    symmetric: bool, tmp_path: Path
+) -> None:
+    source = write_family("llama", tmp_path / "source")
+    schemes = {"up_proj": IntScheme(4, None, symmetric), "down_proj": IntScheme(8, None, symmetric)}
+    checkpoint = write_quantized(source, tmp_path / "model", schemes)
+    config = read_config(Checkpoint(checkpoint).config, "config.json")
+    plain = CheckpointWeights(config, Checkpoint(checkpoint))
+    split = SplitChannels(plain)
+    for module, groups in (("up_proj", 2), ("down_proj", 1), ("gate_proj", None)):
+        name = f"model.layers.1.mlp.{module}"
+        assert torch.equal(split.linear(name).dense(), plain.linear(name).dense())
+        weight = split.linear(name).weight
+        assert groups is None or weight.scale.shape[1] == groups
 
 
 def graph_of(

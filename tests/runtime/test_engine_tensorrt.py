@@ -1,10 +1,13 @@
 """The TensorRT driver, whole, over a stand-in for plan and GPU; the plan itself is built for real."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from openai import OpenAI
+from transformers import LlamaConfig
 
 from qtool.compile.backends.onnx import write_onnx
 from qtool.compile.backends.tensorrt.info import read_info
@@ -19,8 +22,10 @@ from qtool.core.schemes import IntScheme
 from qtool.errors import QtoolError, UsageError
 from qtool.runtime.engines import open_engine
 from qtool.runtime.engines.contract import Engine, Step, slots_of
-from tests.compile.checkpoints import write_family, write_quantized
+from qtool.runtime.tokenizer import Tokenizer
+from tests.compile.checkpoints import SHAPE, write_family, write_model, write_quantized
 from tests.compile.steps import Chunk, difference, in_chunks, step_of
+from tests.runtime.served import serving
 from tests.runtime.tensorrt_standin import open_stand_in
 
 pytest.importorskip("tensorrt_rtx_bindings")
@@ -52,8 +57,12 @@ def half(checkpoint: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def built(checkpoint: Path, half: Path) -> Path:
-    """The same with the graph, and the types in its record, in float32: for exact comparison."""
-    folder = checkpoint.with_name("exact")
+    """The same in float32, for exact comparison."""
+    return in_float32(half, checkpoint, checkpoint.with_name("exact"))
+
+
+def in_float32(half: Path, checkpoint: Path, folder: Path) -> Path:
+    """An engine folder whose graph, and the types in its record, are float32's."""
     folder.mkdir()
     source = Checkpoint(checkpoint)
     config = read_config(source.config, "config.json")
@@ -162,6 +171,32 @@ def test_a_step_that_wants_no_logits_writes_the_pool_all_the_same(built: Path, r
         assert each.run(step_of(Chunk(TOKENS[:60], 0, TABLE), Chunk([5], 0, [0]), rows=[])).shape == (0, 101)
     step = step_of(Chunk(TOKENS[60:61], 60, TABLE))
     assert difference(engine.run(step), reference.run(step)) < BOUND
+
+
+def test_it_serves_over_http_what_the_reference_does(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    """Six answers at once: prompts in chunks beside decoding, with more sequences than one call takes."""
+    config = LlamaConfig(**{**SHAPE, "vocab_size": 320, "num_hidden_layers": 2}, head_dim=16)
+    checkpoint = write_model(config, tmp_path / "model")
+    compile_engine(checkpoint, "tensorrt-rtx", tmp_path / "half", tensorrt=OPTIONS)
+    folder = in_float32(tmp_path / "half", checkpoint, tmp_path / "engine")
+    engine, contexts, _ = open_stand_in(folder, kv_cache_tokens=1024)
+    prompts = [f"{number} bottles of beer on the wall, " * number for number in range(1, 7)]
+
+    def answers(url: OpenAI) -> list[str]:
+        def ask(prompt: str) -> str:
+            asked = url.completions.create(model="model", prompt=prompt, max_tokens=12, temperature=0)
+            return asked.choices[0].text
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(ask, prompts))
+
+    found = []
+    for each in (engine, open_engine(checkpoint, kv_cache_tokens=1024)):
+        with serving(each, byte_tokenizer) as served:
+            found.append(answers(served.openai()))
+    assert found[0] == found[1]
+    assert contexts[0].launches
+    assert contexts[1].launches
 
 
 def test_what_the_engine_was_not_built_for_is_refused(built: Path) -> None:

@@ -16,11 +16,12 @@ from qtool.compile.backends.tensorrt.info import (
     predict_plan_bytes,
     predict_weight_bytes,
 )
-from qtool.compile.backends.tensorrt.inspector import Inspection, check_holds, inspect
+from qtool.compile.backends.tensorrt.inspector import Inspection, check_holds, count_unpacked, inspect
 from qtool.compile.backends.tensorrt.process import Progress, run_build
 from qtool.compile.backends.tensorrt.profiles import Profile, plan_profiles
+from qtool.compile.backends.tensorrt.weights import SplitChannels, SymmetricWeights
 from qtool.compile.backends.tensorrt.worker import BuildSpec
-from qtool.compile.backends.tensorrt.zero_points import SymmetricWeights, fold_zero_points
+from qtool.compile.backends.tensorrt.zero_points import fold_zero_points
 from qtool.compile.config import DecoderConfig
 from qtool.compile.decoder import Weights
 from qtool.compile.weights import CheckpointWeights
@@ -29,7 +30,7 @@ from qtool.core.recipe import TensorRtOptions
 from qtool.errors import QtoolError
 
 _LEAST_HEADS = 4
-"""Measured with tensorrt_rtx 1.7.1: 1 to 3 query heads are refused in any size and grouping that was tried."""
+"""tensorrt_rtx 1.7.1 refuses 1 to 3 query heads in every size and grouping that was tried."""
 _log = logging.getLogger(__name__)
 
 
@@ -59,12 +60,13 @@ def write_engine(
     There is no float32 engine: TensorRT has no attention kernel for it, and refuses the graph.
 
     Raises UsageError for a compute capability that the library does not know, QtoolError when the library
-    is missing or has no kernel for the model, a GPU is needed, or the builder fails, crashes, warns or drops a part of the graph.
+    is missing or has no kernel for the model, a GPU is needed, or the builder fails, crashes, warns or drops
+    a part of the graph.
     """
     if config.num_heads < _LEAST_HEADS:
         raise QtoolError(
-            f"{config.architecture} with {config.num_heads} attention heads: {target} has no attention kernel "
-            f"for fewer than {_LEAST_HEADS}; compile for another target"
+            f"{config.architecture} with {config.num_heads} attention heads: {target} has no attention "
+            f"kernel for fewer than {_LEAST_HEADS}; compile for another target"
         )
     flavour = FLAVOURS[target]
     trt = load(flavour)
@@ -74,7 +76,7 @@ def write_engine(
     errors: dict[str, float] = {}
     if options.zero_points == "requantize":
         weights = SymmetricWeights(weights, errors)
-    model = write_onnx(config, weights, folder, dtype=torch.float16)
+    model = write_onnx(config, SplitChannels(weights), folder, dtype=torch.float16)
     folded = fold_zero_points(model)
     facts = read_graph(model)
     spec = BuildSpec(
@@ -109,7 +111,7 @@ def write_engine(
         layers=inspection.layers,
     )
     info.save(folder)
-    _report(info)
+    _report(info, count_unpacked(inspection))
     for left in (spec.log, spec.log.with_suffix(".stderr")):
         left.unlink()
     if not options.keep_onnx:
@@ -140,7 +142,14 @@ def _pool_layout(config: DecoderConfig, profile: Profile) -> PoolLayout:
     )
 
 
-def _report(info: EngineInfo) -> None:
+def _report(info: EngineInfo, unpacked: int) -> None:
+    if unpacked:
+        _log.warning(
+            "%d kernels write quantized weights out in 16 bits for a product to read back, at every call: "
+            "slower than weights that are not quantized; %s takes 4-bit groups and 8-bit channels packed",
+            unpacked,
+            info.target,
+        )
     if info.requantized:
         worst = min(info.requantized, key=info.requantized.__getitem__)
         _log.warning(

@@ -144,5 +144,18 @@ def _check_scales(layer: Layer, facts: GraphFacts) -> int:
     return total
 
 
+def count_unpacked(inspection: Inspection) -> int:
+    """Kernels that write quantized weights out as numbers, for a product to read them back at every call."""
+    return sum(
+        any(_is_unpacked(constant, output) for constant in layer.constants for output in layer.outputs)
+        for layer in inspection.layers
+    )
+
+
+def _is_unpacked(constant: LayerTensor, output: LayerTensor) -> bool:
+    quantized = constant.dtype in ("Int4", "Int8") and len(constant.shape) > 1
+    return quantized and output.dtype in _SCALES and constant.shape == output.shape
+
+
 def _any(numbers: Iterable[int]) -> str:
     return " or ".join(map(str, sorted(numbers)))

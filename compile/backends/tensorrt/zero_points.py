@@ -15,19 +15,14 @@ is one more product, with 1 / group_size of the arithmetic, fused with the subtr
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import onnx
-import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, external_data_helper, helper, numpy_helper
 
-from qtool.compile.decoder import Weights
-from qtool.core.qtensor import Linear, QuantizedTensor
 from qtool.errors import QtoolError
-from qtool.quantize.methods.grid import fit_grid
 
 _SIGNED: dict[int, TensorProto.DataType] = {
     TensorProto.UINT4: TensorProto.INT4,
@@ -138,30 +133,3 @@ def _make_signed(codes: onnx.TensorProto, folder: Path) -> None:
     else:
         codes.raw_data = (np.frombuffer(codes.raw_data, np.uint8) ^ np.uint8(flip)).tobytes()
     codes.data_type = _SIGNED[codes.data_type]
-
-
-@dataclass(frozen=True)
-class SymmetricWeights:
-    """Another reading of `source`, in which asymmetric weights are rounded again without zero points.
-
-    Their signal to noise ratio, in decibel, is put in `errors` by module as they are read.
-    """
-
-    source: Weights
-    errors: dict[str, float]
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """The tensor `name`."""
-        return self.source.tensor(name)
-
-    def linear(self, module: str) -> Linear:
-        """The linear `module`, its weight dense or symmetric."""
-        linear = self.source.linear(module)
-        if not isinstance(linear.weight, QuantizedTensor) or linear.weight.zero_point is None:
-            return linear
-        asymmetric = linear.weight.dequantize()
-        scheme = replace(linear.weight.scheme, symmetric=True)
-        symmetric = fit_grid(asymmetric, scheme, linear.weight.scale.dtype).quantize(asymmetric)
-        noise = (symmetric.dequantize() - asymmetric).square().mean()
-        self.errors[module] = round(float(10 * torch.log10(asymmetric.square().mean() / noise)), 2)
-        return Linear(symmetric, linear.bias)

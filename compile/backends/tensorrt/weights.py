@@ -1,0 +1,68 @@
+"""Weights as TensorRT takes them: other readings of a checkpoint, before any graph is written."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from qtool.compile.decoder import Weights
+from qtool.core.qtensor import Linear, QuantizedTensor
+from qtool.quantize.methods.grid import fit_grid
+
+
+@dataclass(frozen=True)
+class SplitChannels:
+    """`source` with 4-bit weights of one scale a channel in two groups of that scale.
+
+    With one group tensorrt_rtx 1.7.1 writes such weights out in 16 bits at every step and reads them back,
+    eight times the bytes; from two groups on it multiplies the packed codes. The numbers are the same.
+    """
+
+    source: Weights
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor `name`."""
+        return self.source.tensor(name)
+
+    def linear(self, module: str) -> Linear:
+        """The linear `module`."""
+        linear = self.source.linear(module)
+        weight = linear.weight
+        if not isinstance(weight, QuantizedTensor) or weight.scheme.num_bits != 4:
+            return linear
+        in_features, groups = weight.shape[1], weight.scale.shape[1]
+        if groups > 1 or in_features % 2:
+            return linear
+        halves = QuantizedTensor(
+            weight.codes,
+            weight.scale.repeat(1, 2),
+            None if weight.zero_point is None else weight.zero_point.repeat(1, 2),
+            replace(weight.scheme, group_size=in_features // 2),
+        )
+        return Linear(halves, linear.bias)
+
+
+@dataclass(frozen=True)
+class SymmetricWeights:
+    """Another reading of `source`, in which asymmetric weights are rounded again without zero points.
+
+    Their signal to noise ratio, in decibel, is put in `errors` by module as they are read.
+    """
+
+    source: Weights
+    errors: dict[str, float]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor `name`."""
+        return self.source.tensor(name)
+
+    def linear(self, module: str) -> Linear:
+        """The linear `module`, its weight dense or symmetric."""
+        linear = self.source.linear(module)
+        if not isinstance(linear.weight, QuantizedTensor) or linear.weight.zero_point is None:
+            return linear
+        asymmetric = linear.weight.dequantize()
+        scheme = replace(linear.weight.scheme, symmetric=True)
+        symmetric = fit_grid(asymmetric, scheme, linear.weight.scale.dtype).quantize(asymmetric)
+        noise = (symmetric.dequantize() - asymmetric).square().mean()
+        self.errors[module] = round(float(10 * torch.log10(asymmetric.square().mean() / noise)), 2)
+        return Linear(symmetric, linear.bias)
