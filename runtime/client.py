@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from qtool.errors import QtoolError
 from qtool.runtime.detokenize import TextStream
 from qtool.runtime.engines.contract import Engine
+from qtool.runtime.logprobs import TokenLogprobs
 from qtool.runtime.loop import EngineLoop, Output
 from qtool.runtime.request import FinishReason, RequestOptions, SamplingParams
 from qtool.runtime.scheduler import SchedulerConfig
@@ -28,6 +29,14 @@ class Piece:
     text: str
     """May be empty: half a character, or what could become a stop string."""
     finish_reason: FinishReason | None
+    token: int
+    """The token itself; an end-of-sequence token gives no text."""
+    logprobs: TokenLogprobs | None = None
+    """The token's, when the request asks for them."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """Of every token of the prompt, with the first piece of its first choice; the first token has none."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that the prefix cache held."""
 
 
 class Client:
@@ -62,7 +71,9 @@ class Client:
         """
         queue: asyncio.Queue[Output] = asyncio.Queue()
         streams = [
-            TextStream(self.tokenizer, prompt, params.stop) for prompt in prompts for _ in range(params.n)
+            TextStream(self.tokenizer, prompt, params.stop, params.min_tokens)
+            for prompt in prompts
+            for _ in range(params.n)
         ]
         request_ids = self.loop.submit(prompts, params, options)
         unfinished = {request_id: index for index, request_id in enumerate(request_ids)}
@@ -73,7 +84,7 @@ class Client:
                 if output.request_id not in unfinished:  # a stop string ended it on this side
                     continue
                 index = unfinished[output.request_id]
-                piece = _next_piece(index, streams[index], output)
+                piece = _next_piece(index, streams[index], output, params.stop_token_ids)
                 if piece.finish_reason is not None:
                     self._leave(unfinished, output)
                 yield piece
@@ -101,12 +112,22 @@ class Client:
                 queue.put_nowait(output)
 
 
-def _next_piece(index: int, stream: TextStream, output: Output) -> Piece:
+def _next_piece(index: int, stream: TextStream, output: Output, stop_token_ids: frozenset[int]) -> Piece:
     if output.token is None:
         raise GenerationError(output.error or "the request failed")
-    if output.finish_reason == "stop":  # the end-of-sequence token is no text
-        return Piece(index, stream.finish(), "stop")
-    text = stream.push(output.token)
-    if not stream.stopped and output.finish_reason is not None:
+    reason = output.finish_reason
+    # A token that ends the sequence is no text; the last one that a grammar allows is.
+    text = "" if reason == "stop" and output.token in stop_token_ids else stream.push(output.token)
+    if stream.stopped:
+        reason = "stop"
+    elif reason is not None:
         text += stream.finish()
-    return Piece(index, text, "stop" if stream.stopped else output.finish_reason)
+    return Piece(
+        index,
+        text,
+        reason,
+        output.token,
+        output.logprobs,
+        output.prompt_logprobs,
+        output.num_cached_tokens,
+    )

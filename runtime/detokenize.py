@@ -85,11 +85,17 @@ class StopMatcher:
 
 
 class TextStream:
-    """A sequence's text: detokenized, and ended by its stop strings."""
+    """A sequence's text: detokenized, and ended by its stop strings.
 
-    def __init__(self, decoder: Decoder, prompt: Sequence[int], stops: Sequence[str]) -> None:
+    A stop string counts only in what follows the text of the first `min_tokens` tokens.
+    """
+
+    def __init__(
+        self, decoder: Decoder, prompt: Sequence[int], stops: Sequence[str], min_tokens: int = 0
+    ) -> None:
         self._detokenizer = Detokenizer(decoder, prompt)
         self._matcher = StopMatcher(stops)
+        self._num_unmatched = min_tokens
 
     @property
     def stopped(self) -> bool:
@@ -98,7 +104,11 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text to show for one more token."""
-        return self._matcher.push(self._detokenizer.push(token))
+        text = self._detokenizer.push(token)
+        if self._num_unmatched > 0:
+            self._num_unmatched -= 1
+            return text
+        return self._matcher.push(text)
 
     def finish(self) -> str:
         """The text to show when the sequence ends without a stop string."""

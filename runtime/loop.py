@@ -4,7 +4,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 import numpy as np
@@ -12,8 +12,9 @@ import numpy as np
 from qtool.errors import QtoolError
 from qtool.runtime.blocks import BlockManager
 from qtool.runtime.engines.contract import Engine, Floats, Step
+from qtool.runtime.logprobs import TokenLogprobs
+from qtool.runtime.next_token import NextToken, next_tokens, report_prompts
 from qtool.runtime.request import FinishReason, RequestOptions, SamplingParams, SequenceState
-from qtool.runtime.sampling import NO_TOKEN, sample
 from qtool.runtime.scheduler import Chunk, Scheduler, SchedulerConfig
 
 _log = logging.getLogger(__name__)
@@ -34,6 +35,11 @@ class Output:
     finish_reason: FinishReason | None = None
     error: str | None = None
     """Why the request failed. No output follows one with an error or a finish reason."""
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """Of every token of the prompt, with the first output of its first choice; the first token has none."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that the prefix cache held."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +91,9 @@ class EngineLoop:
         By its id a choice's outputs are known, and it can be cancelled. Raises ParameterError when a prompt
         could never be served, NotAdmittingError when none is taken any more.
         """
+        params.refuse_tokens_outside(self._engine.vocab_size)
         for prompt in prompts:
-            self.scheduler.refuse_misfit(len(prompt), params.max_tokens)
+            self.scheduler.refuse_misfit(len(prompt), params)
         with self._lock:
             if self.refusal is not None:
                 raise NotAdmittingError(self.refusal)
@@ -102,8 +109,9 @@ class EngineLoop:
     ) -> Iterator[SequenceState]:
         first = SequenceState(next(self._ids), list(prompt), params, options)
         yield first
+        others = replace(params, prompt_logprobs=None)
         for choice in range(1, params.n):
-            yield SequenceState(next(self._ids), list(prompt), params, options, first, choice)
+            yield SequenceState(next(self._ids), list(prompt), others, options, first, choice)
 
     def cancel(self, request_id: int) -> None:
         """Drop a request before the next step; its outputs end without a last one. Ended ones are ignored."""
@@ -162,25 +170,39 @@ class EngineLoop:
 
     def _commit(self, chunks: Sequence[Chunk], logits: Floats) -> list[Output]:
         """Count what was computed, append a token where a sequence's end was reached, drop what ended."""
+        ends: list[int] = []
+        row = 0
+        for chunk in chunks:
+            row += chunk.num_logits
+            if chunk.reaches_end:
+                ends.append(row - 1)
         sampled = [chunk.sequence for chunk in chunks if chunk.reaches_end]
+        report_prompts(logits, chunks)
         self.scheduler.commit(chunks)
-        tokens = sample(
-            logits,
-            [sequence.params for sequence in sampled],
-            [sequence.generator for sequence in sampled],
-        )
         outputs = []
-        for sequence, token in zip(sampled, tokens, strict=True):
-            if token == NO_TOKEN:
-                outputs.append(Output(sequence.id, None, error="the model gave logits that are not finite"))
-                self._forget(sequence)
-                continue
-            sequence.tokens.append(token)
-            reason = sequence.finish_reason()
-            outputs.append(Output(sequence.id, token, reason))
-            if reason is not None:
-                self._forget(sequence)
+        for sequence, chosen in zip(sampled, next_tokens(logits[ends], sampled), strict=True):
+            outputs.append(self._append(sequence, chosen))
         return outputs
+
+    def _append(self, sequence: SequenceState, chosen: NextToken) -> Output:
+        if chosen.token is None:
+            self._forget(sequence)
+            return Output(sequence.id, None, error=chosen.error)
+        sequence.tokens.append(chosen.token)
+        reason = sequence.finish_reason()
+        prompt_logprobs = None
+        if sequence.num_generated == 1 and sequence.params.prompt_logprobs is not None:
+            prompt_logprobs = tuple(sequence.prompt_logprobs)
+        if reason is not None:
+            self._forget(sequence)
+        return Output(
+            sequence.id,
+            chosen.token,
+            reason,
+            logprobs=chosen.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=sequence.num_cached or 0,
+        )
 
     def _work(self) -> None:
         try:
@@ -224,7 +246,7 @@ class EngineLoop:
 
 
 def build_step(chunks: Sequence[Chunk]) -> Step:
-    """The ragged batch that computes these chunks, with logits where a sequence's last token is reached."""
+    """The ragged batch that computes these chunks, with the logits that each of them wants."""
     token_ids: list[int] = []
     positions: list[int] = []
     logit_rows: list[int] = []
@@ -232,8 +254,7 @@ def build_step(chunks: Sequence[Chunk]) -> Step:
         start, end = chunk.sequence.num_computed, chunk.sequence.num_computed + chunk.num_new
         token_ids += chunk.sequence.tokens[start:end]
         positions += range(start, end)
-        if chunk.reaches_end:
-            logit_rows.append(len(token_ids) - 1)
+        logit_rows += range(len(token_ids) - chunk.num_logits, len(token_ids))
     return Step(
         token_ids=np.array(token_ids, np.int32),
         positions=np.array(positions, np.int32),

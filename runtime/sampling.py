@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from qtool.runtime.engines.contract import Floats
 from qtool.runtime.request import SamplingParams
@@ -12,84 +12,127 @@ from qtool.runtime.request import SamplingParams
 NO_TOKEN = -1
 """Stands for the token of a row whose logits have no finite maximum."""
 
-
 _CHUNK = 256
+_FEW = 4096
+_SAMPLE = 512
+_MARGIN = 64
+"""In places of the sample: over five standard deviations of where a quantile lies in it."""
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """What one token is drawn from: token ids [n], ascending, and their probabilities [n], summing to 1."""
+    """What one token is drawn from: token t has probability weights[t] / total."""
 
-    token_ids: NDArray[np.integer]
-    probabilities: Floats
+    weights: Floats
+    """[V], 0 for tokens that are never drawn."""
+    total: float
 
     def draw(self, uniform: float) -> int:
         """The token at a point of [0, 1) of the cumulative distribution; never one of probability 0."""
-        # First the chunk, then the place in it: summing in order is slow, and most of it is not needed.
-        sums = np.add.reduceat(self.probabilities, np.arange(0, len(self.probabilities), _CHUNK))
-        chunk, rest = _locate(sums, uniform)
-        start = chunk * _CHUNK
-        place, _ = _locate(self.probabilities[start : start + _CHUNK], rest)
-        return int(self.token_ids[start + place])
+        return _find(self.weights, uniform * self.total, "right")
 
 
-def _locate(weights: Floats, point: float) -> tuple[int, float]:
-    """Which of the weights, laid end to end, a point falls into, and how far."""
+def _find(weights: Floats, point: float, side: Literal["left", "right"]) -> int:
+    """Which of the weights, laid end to end, a point falls into; on a border, the one at that side."""
+    # First the chunk, then the place in it: summing in order is slow, and most of it is not needed.
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), _CHUNK))
+    chunk, rest = _locate(sums, point, side)
+    start = chunk * _CHUNK
+    place, _ = _locate(weights[start : start + _CHUNK], rest, side)
+    return start + place
+
+
+def _locate(weights: Floats, point: float, side: Literal["left", "right"]) -> tuple[int, float]:
+    """As `_find`, and how far into it."""
     cumulative = np.cumsum(weights, dtype=np.float64)
     # Sums round: a point beyond the end belongs to the last weight that is not 0.
     point = min(point, float(np.nextafter(cumulative[-1], 0)))
-    index = int(np.searchsorted(cumulative, point, side="right"))
+    index = int(np.searchsorted(cumulative, point, side=side))
     return index, point - float(cumulative[index - 1]) if index else point
 
 
 def sample(
-    logits: Floats, params: Sequence[SamplingParams], generators: Sequence[np.random.Generator]
+    rows: Sequence[Floats] | Floats,
+    params: Sequence[SamplingParams],
+    generators: Sequence[np.random.Generator],
 ) -> list[int]:
-    """One token for each row of logits [R, V]; NO_TOKEN for a row that is not finite.
+    """One token for each of R rows of logits [V]; NO_TOKEN for a row that is not finite.
 
     A row that is sampled takes one number from its generator, a greedy one takes none.
     """
-    best = logits.argmax(axis=1)
-    peaks = logits[np.arange(len(best)), best]
-    tokens: list[int] = best.tolist()
-    for row, peak in enumerate(peaks.tolist()):
-        if not np.isfinite(peak):
-            tokens[row] = NO_TOKEN
-        elif params[row].temperature > 0:
-            tokens[row] = distribution(logits[row], params[row]).draw(generators[row].random())
+    tokens = []
+    for row, wanted, generator in zip(rows, params, generators, strict=True):
+        token = int(row.argmax())
+        if not np.isfinite(row[token]):
+            token = NO_TOKEN
+        elif wanted.temperature > 0:
+            token = distribution(row, wanted).draw(generator.random())
+        tokens.append(token)
     return tokens
 
 
 def distribution(logits: Floats, params: SamplingParams) -> Distribution:
-    """The distribution that logits [V] give at a temperature above 0: temperature, then top-k, then top-p.
+    """The distribution that logits [V] give at a temperature above 0, narrowed to the likeliest tokens.
 
-    Top-p is the nucleus of Holtzman et al. (2020, section 3.1), the smallest set of likeliest tokens whose
-    probabilities, renormalised after top-k, sum to top_p or more. Equal logits rank by token id, lowest
-    first, so that top-k keeps exactly k tokens and top-k of 1 is greedy.
+    Kept is what top-k, top-p and min-p all keep. Top-p is the nucleus of Holtzman et al. (2020, section 3.1),
+    the smallest set of likeliest tokens whose probabilities, renormalised after top-k, sum to top_p or more.
+    Min-p keeps tokens of at least min_p times the likeliest one's probability (Nguyen et al. 2024, section
+    3). Equal logits rank by token id, lowest first, so that top-k keeps exactly k and top-k of 1 is greedy.
     """
     with np.errstate(over="ignore", under="ignore"):  # a tiny temperature sends all but the best to exp(-inf)
         weights = (logits - logits.max()) / np.float32(params.temperature)
     np.exp(weights, out=weights)
-    total = float(weights.sum())
-    vocab_size = len(weights)
-    top_k = min(params.top_k or vocab_size, vocab_size)
-    if top_k == vocab_size and params.top_p == 1:
-        return Distribution(np.arange(vocab_size), weights / np.float32(total))
-    if top_k < vocab_size:
-        ranked = np.partition(weights, vocab_size - top_k)[vocab_size - top_k :]
-        total = float(ranked.sum())
-    else:
-        # Tokens below this hold less than 1 - top_p together, so the nucleus lies above: less to sort.
-        ranked = weights[weights >= np.float32((1 - params.top_p) * total / vocab_size)]
-    size = len(ranked)
+    top_k = min(params.top_k or len(weights), len(weights))
+    if top_k < len(weights) or params.top_p < 1 or params.min_p > 0:
+        _keep(weights, *_cut(weights, top_k, params))
+    return Distribution(weights, float(weights.sum()))
+
+
+def _cut(weights: Floats, top_k: int, params: SamplingParams) -> tuple[int, float]:
+    """How many of the largest weights are kept, and the least of them; the largest weight is 1."""
+    ranked = weights
+    if top_k < len(weights):
+        ranked = np.partition(weights, len(weights) - top_k)[-top_k:]
+    size, least = len(ranked), float(ranked.min())
     if params.top_p < 1:
-        ranked = np.sort(ranked)[::-1]
-        cumulative = np.cumsum(ranked, dtype=np.float64)
-        size = min(size, int(np.searchsorted(cumulative, params.top_p * total)) + 1)
-    least = ranked[:size].min()
-    token_ids = np.flatnonzero(weights >= least)
-    if len(token_ids) > size:
-        equal = np.flatnonzero(weights[token_ids] == least)
-        token_ids = np.delete(token_ids, equal[size - len(token_ids) :])
-    kept = weights[token_ids]
-    return Distribution(token_ids, kept / kept.sum())
+        size, least = _nucleus(ranked, params.top_p)
+    if least < params.min_p:
+        size, least = int(np.count_nonzero(ranked >= np.float32(params.min_p))), params.min_p
+    return size, least
+
+
+def _nucleus(weights: Floats, share: float) -> tuple[int, float]:
+    """How many of the largest weights make up a share of their sum, and the least of them."""
+    total = float(weights.sum())
+    # Weights below this make up less than 1 - share together, so the nucleus lies above.
+    above = weights >= np.float32((1 - share) * total / len(weights))
+    if np.count_nonzero(above) <= _FEW:
+        # (indexing by truth values is five times slower than compress where they alternate)
+        return _nucleus_sorted(np.compress(above, weights), share * total, 0)
+    # Many like weights: sort only those around the place where a sample of them has its end.
+    sample = np.sort(weights[:: len(weights) // _SAMPLE])[::-1]
+    end = _find(sample, share * float(sample.sum()), "left")
+    high = sample[end - _MARGIN] if end >= _MARGIN else np.inf
+    low = sample[min(end + _MARGIN, len(sample) - 1)]
+    above = weights > high
+    mass = float(np.multiply(weights, above).sum())
+    middle = np.compress((weights >= low) & ~above, weights)
+    if mass < share * total <= mass + float(middle.sum()):
+        return _nucleus_sorted(middle, share * total - mass, int(np.count_nonzero(above)))
+    return _nucleus_sorted(weights, share * total, 0)
+
+
+def _nucleus_sorted(weights: Floats, mass: float, num_above: int) -> tuple[int, float]:
+    """As `_nucleus`, of weights that follow `num_above` larger ones and reach a mass."""
+    ranked = np.sort(weights)[::-1]
+    last = min(_find(ranked, mass, "left"), len(ranked) - 1)
+    return num_above + last + 1, float(ranked[last])
+
+
+def _keep(weights: Floats, size: int, least: float) -> None:
+    """Set to 0, in place, all but the `size` largest weights, of which `least` is the smallest."""
+    kept = weights >= least
+    excess = int(np.count_nonzero(kept)) - size
+    if excess > 0:
+        kept[np.flatnonzero(weights == least)[-excess:]] = False
+    np.multiply(weights, kept, out=weights)

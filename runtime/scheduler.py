@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 from qtool.errors import UsageError
 from qtool.runtime.blocks import BlockManager
-from qtool.runtime.request import ParameterError, SequenceState
+from qtool.runtime.request import ParameterError, SamplingParams, SequenceState
+
+_PROMPT_LOGITS_A_STEP = 256
+"""Rows of logits of prompts' tokens: with a vocabulary of 150,000 they take 150 MB."""
+_MAX_PROMPT_LOGPROBS = 200_000
+"""What a request may make a response report: some 15 MB of JSON."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,13 @@ class Chunk:
         """Whether its last token is the sequence's last, so that its logits give the next token."""
         return self.num_new == self.sequence.num_uncomputed
 
+    @property
+    def num_logits(self) -> int:
+        """Tokens, the last of the chunk, whose logits are wanted: one at the end, all for prompt logprobs."""
+        if self.sequence.wants_prompt_logits:
+            return self.num_new
+        return int(self.reaches_end)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -58,6 +70,24 @@ class _Prefix:
 
     blocks: Sequence[int]
     num_tokens: int
+
+
+@dataclass
+class _Budget:
+    """What a step may still compute."""
+
+    tokens: int
+    prompt_logits: int = _PROMPT_LOGITS_A_STEP
+
+    def give(self, plan: Plan, sequence: SequenceState, reserved: int = 0) -> None:
+        """Plan as much of a sequence as the budget allows, `reserved` tokens left for others."""
+        num_new = min(sequence.num_uncomputed, self.tokens - reserved)
+        if sequence.wants_prompt_logits:
+            num_new = min(num_new, self.prompt_logits)
+            self.prompt_logits -= num_new
+        if num_new:
+            plan.chunks.append(Chunk(sequence, num_new))
+            self.tokens -= num_new
 
 
 class Scheduler:
@@ -93,8 +123,9 @@ class Scheduler:
         """Tokens, prompt and answer together, that a sequence can have when it is alone."""
         return min(self.max_context, self.blocks.num_blocks * self.blocks.block_size)
 
-    def refuse_misfit(self, num_prompt: int, max_tokens: int) -> None:
+    def refuse_misfit(self, num_prompt: int, params: SamplingParams) -> None:
         """Raise ParameterError for a request that could never be served. Reads constants only: any thread."""
+        max_tokens = params.max_tokens
         if num_prompt < 1:
             raise ParameterError("prompt", "is empty; send at least one token")
         total, limit = num_prompt + max_tokens, self.max_tokens_per_sequence
@@ -109,10 +140,18 @@ class Scheduler:
                 f"the prompt's {num_prompt} tokens and {max_tokens} more make {total}, but {cause}; shorten "
                 "the prompt or lower max_tokens",
             )
+        if params.prompt_logprobs is not None:
+            num_entries = num_prompt * (1 + params.prompt_logprobs)
+            if num_entries > _MAX_PROMPT_LOGPROBS:
+                raise ParameterError(
+                    "prompt_logprobs",
+                    f"{num_prompt} tokens with {params.prompt_logprobs} likeliest each make {num_entries} "
+                    f"log-probabilities, and at most {_MAX_PROMPT_LOGPROBS} are reported; shorten the prompt",
+                )
 
     def add(self, sequence: SequenceState) -> None:
         """Let a new sequence wait for its turn. Raises ParameterError when it can never fit."""
-        self.refuse_misfit(sequence.num_prompt, sequence.params.max_tokens)
+        self.refuse_misfit(sequence.num_prompt, sequence.params)
         insort(self.waiting, sequence, key=_rank)
 
     def schedule(self) -> Plan:
@@ -120,24 +159,21 @@ class Scheduler:
 
         Blocks are taken here; the caller runs the step and then calls `commit`.
         """
-        budget = self.config.max_num_batched_tokens
         plan = Plan([], [])
+        budget = _Budget(self.config.max_num_batched_tokens)
         preempted = False
         place = 0
-        while budget and place < len(self.running):
+        while budget.tokens and place < len(self.running):
             sequence = self.running[place]
             if not self.blocks.grow(sequence.block_table, len(sequence.tokens)):
                 self._preempt_last()  # perhaps this very sequence
                 preempted = True
                 continue
             place += 1
-            num_new = sequence.num_uncomputed
-            if num_new > 1:  # a long prompt leaves every sequence that decodes its token
-                later = sum(other.num_uncomputed == 1 for other in self.running[place:])
-                num_new = min(num_new, budget - later)
-            if num_new:
-                plan.chunks.append(Chunk(sequence, num_new))
-                budget -= num_new
+            reserved = 0
+            if sequence.num_uncomputed > 1:  # a long prompt leaves every sequence that decodes its token
+                reserved = sum(other.num_uncomputed == 1 for other in self.running[place:])
+            budget.give(plan, sequence, reserved)
         # What was just given up would be taken back at once, and computed again for nothing.
         if not preempted:
             self._admit(plan, budget)
@@ -164,10 +200,10 @@ class Scheduler:
         self.blocks.free(sequence.block_table)
         (self.running if sequence in self.running else self.waiting).remove(sequence)
 
-    def _admit(self, plan: Plan, budget: int) -> None:
+    def _admit(self, plan: Plan, budget: _Budget) -> None:
         """Start waiting sequences while budget, places and blocks last."""
         place = 0
-        while budget and place < len(self.waiting) and len(self.running) < self.config.max_num_seqs:
+        while budget.tokens and place < len(self.waiting) and len(self.running) < self.config.max_num_seqs:
             sequence = self.waiting[place]
             if self._sibling_computes_prompt(sequence):
                 place += 1
@@ -176,9 +212,7 @@ class Scheduler:
             if not self._take_blocks(sequence, prefix, plan):
                 break
             self.running.append(self.waiting.pop(place))
-            num_new = min(sequence.num_uncomputed, budget)
-            plan.chunks.append(Chunk(sequence, num_new))
-            budget -= num_new
+            budget.give(plan, sequence)
         self.running.sort(key=_rank)
 
     def _sibling_computes_prompt(self, sequence: SequenceState) -> bool:
@@ -191,6 +225,8 @@ class Scheduler:
         sibling = sequence.sibling
         if sibling in self.running:
             return _Prefix(sibling.block_table, min(sibling.num_prompt, limit))
+        if sequence.wants_prompt_logits:
+            return _Prefix([], 0)
         found: list[int] = []
         if self.config.prefix_caching:
             found = self.blocks.find_prefix(sequence.tokens, sequence.block_keys, sequence.options.cache_salt)

@@ -108,3 +108,15 @@ def test_what_was_held_for_a_stop_is_shown_when_the_sequence_ends(byte_tokenizer
     stream = TextStream(byte_tokenizer, byte_tokenizer.encode("x"), ["bcd"])
     shown = "".join(stream.push(token) for token in byte_tokenizer.encode("abc"))
     assert (shown, stream.finish()) == ("a", "bc")
+
+
+def test_a_stop_string_within_the_first_min_tokens_is_text(byte_tokenizer: Tokenizer) -> None:
+    tokens = byte_tokenizer.encode("xSTOP and STOP", add_special_tokens=False)
+    assert len(tokens) > 6
+    stream = TextStream(byte_tokenizer, [], ["STOP"], min_tokens=5)
+    text = ""
+    for token in tokens:
+        text += stream.push(token)
+        if stream.stopped:
+            break
+    assert text == "xSTOP and "

@@ -21,6 +21,21 @@ from qtool.runtime.request import ParameterError, SamplingParams, SequenceState
         ("seed", 2**64),
         ("seed", -(2**63) - 1),
         ("stop", ("a", "")),
+        ("n", 0),
+        ("n", 129),
+        ("min_p", -0.01),
+        ("min_p", float("nan")),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")),
+        ("logit_bias", {3: 101.0}),
+        ("logit_bias", {3: float("nan")}),
+        ("min_tokens", 17),
+        ("bad_words", ((1,), ())),
+        ("allowed_token_ids", frozenset()),
+        ("logprobs", 21),
+        ("prompt_logprobs", -1),
         ("stop", ("a", "b", "c", "d", "e")),
     ],
 )
@@ -28,6 +43,22 @@ def test_a_value_out_of_range_is_refused_by_the_name_of_its_field(field: str, va
     with pytest.raises(ParameterError, match=f"^{field}: ") as caught:
         SamplingParams(**{field: value})
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(logit_bias={320: 1.0}),
+        SamplingParams(stop_token_ids=frozenset({3, -1})),
+        SamplingParams(allowed_token_ids=frozenset({320})),
+        SamplingParams(bad_words=((1, 2), (1, 320))),
+    ],
+)
+def test_a_token_that_the_model_does_not_have_is_refused_by_the_name_of_its_field(
+    params: SamplingParams,
+) -> None:
+    with pytest.raises(ParameterError, match=r"token id -?\d+ is not in 0 … 319"):
+        params.refuse_tokens_outside(320)
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63, -(2**63), 2**64 - 1])

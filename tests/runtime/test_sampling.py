@@ -13,7 +13,7 @@ def logits(vocab_size: int = 37, seed: int = 0, spread: float = 2.0) -> np.ndarr
     return np.random.default_rng(seed).normal(0, spread, vocab_size).astype(np.float32)
 
 
-def expected(row: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def expected(row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float = 0) -> np.ndarray:
     """Probabilities [V], straight from the definitions: sort everything, in float64."""
     scaled = row.astype(np.float64) / temperature
     probabilities = np.exp(scaled - scaled.max())
@@ -25,6 +25,7 @@ def expected(row: np.ndarray, temperature: float, top_k: int, top_p: float) -> n
         nucleus.append(token)
         if sum(probabilities[nucleus]) >= top_p * total:
             break
+    nucleus = [token for token in nucleus if probabilities[token] >= min_p * probabilities.max()]
     result = np.zeros_like(probabilities)
     result[nucleus] = probabilities[nucleus] / probabilities[nucleus].sum()
     return result
@@ -36,14 +37,48 @@ def expected(row: np.ndarray, temperature: float, top_k: int, top_p: float) -> n
     temperature=st.sampled_from([0.1, 0.7, 1.0, 2.5]),
     top_k=st.sampled_from([0, 1, 2, 5, 36, 37, 1000]),
     top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
 )
-def test_the_distribution_is_the_one_defined(seed: int, temperature: float, top_k: int, top_p: float) -> None:
+def test_the_distribution_is_the_one_defined(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     row = logits(seed=seed)
-    drawn = distribution(row, SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p))
-    dense = np.zeros(len(row))
-    dense[drawn.token_ids] = drawn.probabilities
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     # float32 weights: a relative error of 1e-6 is a few units in the last place after exp.
-    np.testing.assert_allclose(dense, expected(row, temperature, top_k, top_p), rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(
+        dense(row, params), expected(row, temperature, top_k, top_p, min_p), rtol=1e-5, atol=1e-9
+    )
+
+
+def dense(row: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """The probabilities [V] that are drawn from."""
+    drawn = distribution(row, params)
+    return drawn.weights.astype(np.float64) / drawn.total
+
+
+def kept(row: np.ndarray, params: SamplingParams) -> list[int]:
+    """The tokens that may be drawn."""
+    return np.flatnonzero(distribution(row, params).weights).tolist()
+
+
+@pytest.mark.parametrize("top_p", [0.02, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("shape", ["flat", "peaked", "equal", "few equal", "two levels"])
+def test_the_nucleus_of_a_large_vocabulary_is_the_one_that_sorting_gives(shape: str, top_p: float) -> None:
+    vocab_size = 30_011
+    row = {
+        "flat": logits(vocab_size, spread=0.3),
+        "peaked": logits(vocab_size, spread=3.0),
+        "equal": np.zeros(vocab_size, np.float32),
+        "few equal": logits(vocab_size, spread=1.0).round(0),
+        "two levels": np.repeat(np.array([0, 1], np.float32), [vocab_size - 9000, 9000]),
+    }[shape]
+    weights = np.exp(row.astype(np.float64) - row.max())
+    order = np.lexsort((np.arange(vocab_size), -row))
+    size = int(np.searchsorted(np.cumsum(weights[order]), top_p * weights.sum())) + 1
+    found = kept(row, SamplingParams(top_p=top_p))
+    # Sums in float32 err by 1e-6 or so, which moves the end by a few tokens of 30,000 where all are alike.
+    assert abs(len(found) - size) <= 1 + 1e-6 * vocab_size * len(found) / (top_p * vocab_size)
+    assert found == sorted(order[: len(found)].tolist())
 
 
 @pytest.mark.parametrize(
@@ -58,9 +93,9 @@ def test_tokens_follow_the_distribution(temperature: float, top_k: int, top_p: f
     counts = np.bincount(drawn, minlength=len(row))
     wanted = expected(row, temperature, top_k, top_p) * num_draws
     assert counts[wanted == 0].sum() == 0
-    kept = wanted > 0
-    statistic = ((counts[kept] - wanted[kept]) ** 2 / wanted[kept]).sum()
-    freedom = kept.sum() - 1
+    drawn_from = wanted > 0
+    statistic = ((counts[drawn_from] - wanted[drawn_from]) ** 2 / wanted[drawn_from]).sum()
+    freedom = drawn_from.sum() - 1
     # Mean k, variance 2k: five standard deviations are never met by chance with this seed fixed.
     assert statistic < freedom + 5 * np.sqrt(2 * freedom)
 
@@ -72,15 +107,12 @@ def test_greedy_and_top_k_of_one_take_the_first_of_equal_logits() -> None:
 
 
 def test_top_k_keeps_exactly_k_of_equal_logits_the_lowest_ids_first() -> None:
-    kept = distribution(np.zeros(9, np.float32), SamplingParams(top_k=4)).token_ids
-    assert kept.tolist() == [0, 1, 2, 3]
+    assert kept(np.zeros(9, np.float32), SamplingParams(top_k=4)) == [0, 1, 2, 3]
 
 
 def test_the_nucleus_is_the_smallest_set_that_reaches_top_p() -> None:
     row = np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
-    sizes = {
-        top_p: len(distribution(row, SamplingParams(top_p=top_p)).token_ids) for top_p in (0.49, 0.74, 0.8)
-    }
+    sizes = {top_p: len(kept(row, SamplingParams(top_p=top_p))) for top_p in (0.49, 0.74, 0.8)}
     assert sizes == {0.49: 1, 0.74: 2, 0.8: 3}
 
 
@@ -114,7 +146,7 @@ def test_the_ends_of_the_unit_interval_draw_tokens_of_positive_probability() -> 
 
 def test_a_large_vocabulary_is_drawn_from_as_a_small_one_is() -> None:
     drawn = distribution(logits(vocab_size=1001), SamplingParams())
-    edges = np.cumsum(drawn.probabilities, dtype=np.float64)
+    edges = np.cumsum(drawn.weights / np.float32(drawn.total), dtype=np.float64)
     # Just inside either end of each token's interval; sums in float32 move an edge by some 1e-7.
     for token, (low, high) in enumerate(zip([0, *edges[:-1]], edges, strict=True)):
         if high - low > 1e-6:

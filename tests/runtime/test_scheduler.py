@@ -110,7 +110,7 @@ class Arrival:
 
     def sequences(self, first_id: int) -> list[SequenceState]:
         params = SamplingParams(max_tokens=self.max_tokens, n=self.n)
-        options = RequestOptions(self.salt, self.priority)
+        options = RequestOptions(cache_salt=self.salt, priority=self.priority)
         prompt = [self.family] * self.num_prompt
         first = SequenceState(first_id, list(prompt), params, options)
         rest = [
