@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job on the real model: fetch, quantize, judge, compile, serve, ask. `make demo` runs it.
-# The calibration is a quarter of the recipe's, so that the whole takes a few minutes on two cores.
+# The calibration is an eighth of the recipe's, so that the whole takes a few minutes on two cores.
 set -euo pipefail
 
 qtool=${QTOOL:-qtool}
@@ -13,7 +13,7 @@ say() { printf '\n\033[1m$ %s\033[0m\n' "$*" >&2; "$@"; }
 rm -rf "$out"
 mkdir "$out"
 say "$qtool" fetch "$model"
-say "$qtool" quantize "$model" --recipe awq4 --num-samples 32 -o "$out/awq4"
+say "$qtool" quantize "$model" --recipe awq4 --num-samples 16 -o "$out/awq4"
 say "$qtool" eval "$out/awq4" --baseline "$model" --recipe awq4 --num-windows 2
 say "$qtool" compile "$out/awq4" --target openvino -o "$out/engine"
 

@@ -75,6 +75,8 @@ def _convert(alone: Path, reader: "GGUFReader", folder: Path) -> None:
         model.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)  # safetensors writes for the owner alone, and a cache may be shared
 
 
 def _field(reader: "GGUFReader", key: str) -> Any:
