@@ -70,8 +70,9 @@ class Client:
         a prompt can never fit, NotAdmittingError or GenerationError when the server can't answer.
         """
         queue: asyncio.Queue[Output] = asyncio.Queue()
+        decoder = self.tokenizer.showing_special_tokens if options.keep_special_tokens else self.tokenizer
         streams = [
-            TextStream(self.tokenizer, prompt, params.stop, params.min_tokens)
+            TextStream(decoder, prompt, params.stop, params.min_tokens)
             for prompt in prompts
             for _ in range(params.n)
         ]

@@ -150,6 +150,8 @@ class RequestOptions:
 
     constraint: ConstraintFactory | None = None
     """Restricts the tokens of each choice, as a grammar does."""
+    keep_special_tokens: bool = False
+    """Whether the text shows special tokens, by which some models mark tool calls."""
     cache_salt: str = ""
     """Requests share computed prefixes only with those of the same salt."""
     priority: int = 0

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from qtool.errors import QtoolError, UsageError
 from qtool.runtime.chat_template import compile_template
 from qtool.runtime.request import ParameterError
+from qtool.runtime.token_bytes import TokenBytes
 
 Message = Mapping[str, object]
 
@@ -36,6 +38,9 @@ class Tokenizer:
         self.chat_template = chat_template
         """The template's Jinja source."""
         self._template = None if chat_template is None else compile_template(chat_template)
+        self.token_bytes = TokenBytes(fast)
+        self.showing_special_tokens = _ShowingSpecialTokens(fast)
+        """Decodes as the tokenizer does, but special tokens too."""
         self.eos_token_ids = eos_token_ids
         """Tokens that end an answer: generation_config.json's, and the tokenizer's own eos_token."""
 
@@ -72,9 +77,9 @@ class Tokenizer:
         """Token ids of a text, with the special tokens that the tokenizer puts around one (often a BOS)."""
         return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
-        return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._fast.decode(ids)
 
     def special_id(self, text: str) -> int | None:
         """The id of the special token that is spelled so; None when there is none."""
@@ -85,8 +90,16 @@ class Tokenizer:
         """A token as tokenizer.json spells it; None for an id that the tokenizer doesn't use."""
         return self._fast.id_to_token(token_id)
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """The prompt that asks for the answer to a chat.
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt that asks for the answer to a chat, or with `continue_final_message` for its last
+        message's rest.
 
         Raises ParameterError when the tokenizer has no chat template or the template refuses the chat.
         """
@@ -99,19 +112,50 @@ class Tokenizer:
             {key: value for key, value in message.items() if value is not None} for message in messages
         ]
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=present,
-                tools=None,
+                tools=tools,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
             )
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             raise ParameterError("messages", f"the model's chat template refuses them: {error}") from error
+        return _cut_after(text, str(messages[-1]["content"])) if continue_final_message else text
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
         """Token ids of `render_chat`. The template writes the special tokens, so none is added: one BOS."""
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+        text = self.render_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return self.encode(text, add_special_tokens=False)
+
+
+@dataclass(frozen=True)
+class _ShowingSpecialTokens:
+    fast: FastTokenizer
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.fast.decode(ids, skip_special_tokens=False)
+
+
+def _cut_after(text: str, content: str) -> str:
+    """A rendered chat without what the template puts after the last message's content."""
+    content = content.strip()  # as templates do
+    start = text.rfind(content)
+    if not content or start < 0:
+        raise ParameterError("continue_final_message", "the last message's text is not in the rendered chat")
+    return text[: start + len(content)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -46,6 +46,10 @@ def serve(
         float | None,
         typer.Option(min=0, help="Seconds for running requests after SIGTERM; no limit if left out."),
     ] = None,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(help="hermes, llama3_json or mistral; read off the chat template if left out."),
+    ] = None,
     log_format: Annotated[
         LogFormat, typer.Option(help="json writes an object a line, one for every request.")
     ] = LogFormat.TEXT,
@@ -60,6 +64,7 @@ def serve(
     from qtool.runtime.server.process import serve as serve_until_signal
     from qtool.runtime.server.settings import ServerSettings, read_api_keys
     from qtool.runtime.tokenizer import Tokenizer
+    from qtool.runtime.tools.formats import tool_format
 
     given: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     config = replace(SchedulerConfig(), **{name: value for name, value in given.items() if value is not None})
@@ -76,6 +81,7 @@ def serve(
         max_body_bytes=max_body_mb * 2**20,
         request_timeout_s=request_timeout,
         drain_timeout_s=drain_timeout,
+        tool_format=None if tool_call_parser is None else tool_format(tool_call_parser),
         log_format=log_format.value,
     )
     model = served_model_name or engine.resolve().name

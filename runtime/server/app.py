@@ -17,11 +17,21 @@ from qtool.runtime.server.responses import Json
 from qtool.runtime.server.service import Service
 from qtool.runtime.server.settings import ServerSettings
 from qtool.runtime.server.tokenization import tokenization_routes
+from qtool.runtime.structured.compiler import GrammarCompiler
+from qtool.runtime.tools.formats import detect_format
 
 
 def create_app(client: Client, model: str, settings: ServerSettings | None = None) -> ASGIApp:
     """The OpenAI-compatible API over a client whose loop runs, serving it under the name `model`."""
-    service = Service(client, model, settings or ServerSettings(), Metrics(client))
+    settings = settings or ServerSettings()
+    service = Service(
+        client,
+        model,
+        settings,
+        Metrics(client),
+        GrammarCompiler(client.tokenizer, client.vocab_size),
+        settings.tool_format or detect_format(client.tokenizer.chat_template),
+    )
     return _surround(_routes(service), service)
 
 

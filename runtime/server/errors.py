@@ -19,6 +19,10 @@ class ModelNotFoundError(UsageError):
     """A request names a model that is not served here."""
 
 
+class DeadlineError(QtoolError):
+    """A request's time is up."""
+
+
 def error_object(message: str, status: int, param: str | None = None) -> dict[str, object]:
     """The body of a response that carries an error."""
     kind = "invalid_request_error" if status < http.HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
@@ -27,7 +31,7 @@ def error_object(message: str, status: int, param: str | None = None) -> dict[st
 
 
 def error_response(error: QtoolError) -> JSONResponse:
-    """404 for an unknown model, 400 for what the client can mend, 503 when nothing is admitted, else 500."""
+    """404 for an unknown model, 400 for what the client can mend, 503 or 504 for what time may, else 500."""
     param = error.param if isinstance(error, ParameterError) else None
     if isinstance(error, ModelNotFoundError):
         return JSONResponse(error_object(str(error), 404, "model"), 404)
@@ -35,6 +39,8 @@ def error_response(error: QtoolError) -> JSONResponse:
         return JSONResponse(error_object(str(error), 400, param), 400)
     if isinstance(error, NotAdmittingError):
         return JSONResponse(error_object(str(error), 503), 503, {"Retry-After": _RETRY_AFTER_S})
+    if isinstance(error, DeadlineError):
+        return JSONResponse(error_object(str(error), 504), 504)
     return JSONResponse(error_object(str(error), 500), 500)
 
 

@@ -98,6 +98,12 @@ class _LoopCollector(Collector):
         yield CounterMetricFamily(
             "qtool_preemptions", "Sequences that gave up their blocks", stats.num_preemptions
         )
+        yield CounterMetricFamily(
+            "qtool_prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache", stats.num_hit_tokens
+        )
+        yield CounterMetricFamily(
+            "qtool_prefix_cache_query_tokens", "Prompt tokens looked up there", stats.num_queried_tokens
+        )
         alias = "The same under the name that gateways read"
         yield GaugeMetricFamily("vllm:num_requests_running", alias, stats.num_running)
         yield GaugeMetricFamily("vllm:num_requests_waiting", alias, stats.num_waiting)

@@ -7,6 +7,8 @@ from qtool.runtime.request import ParameterError
 from qtool.runtime.server.errors import ModelNotFoundError
 from qtool.runtime.server.metrics import Metrics
 from qtool.runtime.server.settings import ServerSettings
+from qtool.runtime.structured.compiler import GrammarCompiler
+from qtool.runtime.tools.formats import ToolFormat
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,9 @@ class Service:
     """Its name in the API."""
     settings: ServerSettings
     metrics: Metrics
+    grammars: GrammarCompiler
+    tool_format: ToolFormat | None
+    """How the model writes tool calls; None when it was not taught to."""
 
     def refuse_other(self, name: str) -> None:
         """Raise ModelNotFoundError unless `name` is the model's."""

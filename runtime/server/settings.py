@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from qtool.errors import UsageError
+from qtool.runtime.tools.formats import ToolFormat
 
 LogFormat = Literal["text", "json"]
 
@@ -23,6 +24,8 @@ class ServerSettings:
     """Seconds that a request has when it names no deadline of its own."""
     drain_timeout_s: float | None = None
     """Seconds that admitted requests have after SIGTERM; None lets them finish however long they take."""
+    tool_format: ToolFormat | None = None
+    """How the model writes tool calls; None reads it off the chat template."""
     log_format: LogFormat = "text"
     """"json" writes one object a line, and one line for every request."""
 

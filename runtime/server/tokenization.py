@@ -6,7 +6,8 @@ from fastapi import APIRouter
 from pydantic import model_validator
 
 from qtool.runtime.request import ParameterError
-from qtool.runtime.server.protocol import Body, ChatMessage
+from qtool.runtime.server.chat_body import ChatMessage
+from qtool.runtime.server.protocol import Body
 from qtool.runtime.server.responses import Json
 from qtool.runtime.server.service import Service
 
@@ -61,7 +62,7 @@ def tokenization_routes(service: Service) -> APIRouter:
     async def detokenize(body: DetokenizeBody) -> Json:
         service.refuse_other(service.model if body.model is None else body.model)
         service.check_token_ids("tokens", body.tokens)
-        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+        text = await asyncio.to_thread(tokenizer.showing_special_tokens.decode, body.tokens)
         return {"prompt": text}
 
     @router.get("/tokenizer_info")

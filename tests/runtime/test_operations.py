@@ -26,6 +26,8 @@ NAMES = {
     "qtool_requests_waiting": "gauge",
     "qtool_kv_cache_usage_ratio": "gauge",
     "qtool_preemptions_total": "counter",
+    "qtool_prefix_cache_hit_tokens_total": "counter",
+    "qtool_prefix_cache_query_tokens_total": "counter",
     "qtool_prompt_tokens_total": "counter",
     "qtool_generation_tokens_total": "counter",
     "qtool_requests_total": "counter",

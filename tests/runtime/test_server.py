@@ -64,6 +64,7 @@ def test_a_completion_is_the_engines_text_with_usage(client: OpenAI, byte_tokeni
         "prompt_tokens": num_prompt,
         "completion_tokens": 9,
         "total_tokens": num_prompt + 9,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -90,7 +91,7 @@ def test_lists_of_prompts_and_token_ids_give_a_choice_each(
 def test_a_streamed_chat_has_the_exact_shape_of_chunks(
     served: Served[FakeEngine], byte_tokenizer: Tokenizer
 ) -> None:
-    body = {"messages": USER, "max_tokens": 6, "temperature": 0, "stream": True}
+    body = {"messages": USER, "max_tokens": 6, "temperature": 0, "stream": True, "cache_salt": "own"}
     response = post(served, "chat/completions", **body, stream_options={"include_usage": True})
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     events = lines(response)
@@ -115,7 +116,12 @@ def test_a_streamed_chat_has_the_exact_shape_of_chunks(
     ending = {**choice, "delta": {}, "finish_reason": "length"}
     assert events[-2] == {**envelope, "choices": [ending], "usage": None}
     num_prompt = len(byte_tokenizer.encode_chat(USER))
-    usage = {"prompt_tokens": num_prompt, "completion_tokens": 6, "total_tokens": num_prompt + 6}
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": 6,
+        "total_tokens": num_prompt + 6,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert events[-1] == {**envelope, "choices": [], "usage": usage}
     plain = lines(post(served, "chat/completions", **body))
     assert all("usage" not in event for event in plain[:-1])
@@ -228,11 +234,29 @@ def test_fields_that_ask_for_nothing_are_taken(served: Served[FakeEngine]) -> No
     assert post(served, "completions", prompt="x", max_tokens=1, **completion).status_code == 200
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
 REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("completions", {"prompt": "x", "max_tokenz": 3}, "max_tokenz", "did you mean 'max_tokens'"),
-    ("completions", {"prompt": "x", "n": 2}, "n", "2 is not supported"),
-    ("completions", {"prompt": "x", "logprobs": 0}, "logprobs", "not supported"),
-    ("completions", {"prompt": "x", "echo": True}, "echo", "not supported"),
+    ("completions", {"prompt": "x", "n": 0}, "n", "1 to 128"),
+    ("completions", {"prompt": "x", "best_of": 2}, "best_of", "2 is not supported"),
+    ("completions", {"prompt": "x", "logprobs": 21}, "logprobs", "0 to 20"),
+    ("completions", {"prompt": "x", "presence_penalty": 3}, "presence_penalty", "-2 to 2"),
+    ("completions", {"prompt": "x", "min_p": -0.1}, "min_p", "0 to 1"),
+    ("completions", {"prompt": "x", "logit_bias": {"one": 1}}, "logit_bias", "no token id"),
+    ("completions", {"prompt": "x", "logit_bias": {"320": 1}}, "logit_bias", "token id 320"),
+    ("completions", {"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids", "token id -1"),
+    ("completions", {"prompt": "x", "bad_words": [""]}, "bad_words", "empty"),
+    ("completions", {"prompt": "x", "bad_words": ["a"] * 257}, "bad_words", "at most 256"),
+    ("completions", {"prompt": "x", "timeout": 0}, "timeout", "greater than 0"),
+    ("completions", {"prompt": "x", "guided_regex": "(a"}, "guided_regex", "cannot be enforced"),
+    ("completions", {"prompt": "x", "guided_choice": []}, "guided_choice", "one or more"),
+    (
+        "completions",
+        {"prompt": "x", "guided_choice": ["a"], "guided_regex": "a"},
+        "guided_choice",
+        "and guided_regex both",
+    ),
     ("completions", {"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
     ("completions", {"prompt": "x", "temperature": "hot"}, "temperature", "valid number"),
     ("completions", {"prompt": "x", "temperature": -1}, "temperature", "at least 0"),
@@ -267,7 +291,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat/completions", {"messages": "hi"}, "messages", "list"),
     ("chat/completions", {"messages": ["hi"]}, "messages[0]", "dictionary"),
     ("chat/completions", {"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role", "'system'"),
-    ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content", "required"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, "messages", "no content"),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
@@ -280,13 +304,57 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
         "max_tokens",
         "differs",
     ),
-    ("chat/completions", {"messages": USER, "tools": [{"type": "function"}]}, "tools", "not supported"),
-    ("chat/completions", {"messages": USER, "logprobs": True}, "logprobs", "not supported"),
     (
         "chat/completions",
-        {"messages": USER, "response_format": {"type": "json_object"}},
+        {"messages": USER, "tools": [{"type": "function"}]},
+        "tools[0].function",
+        "required",
+    ),
+    ("chat/completions", {"messages": USER, "tools": [TOOL]}, "tools", "knows of no tools"),
+    ("chat/completions", {"messages": USER, "tools": [TOOL, TOOL]}, "tools", "two functions"),
+    ("chat/completions", {"messages": USER, "tool_choice": "required"}, "tool_choice", "no tools"),
+    (
+        "chat/completions",
+        {"messages": USER, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        "names 'g'",
+    ),
+    ("chat/completions", {"messages": USER, "top_logprobs": 2}, "top_logprobs", "set logprobs"),
+    ("chat/completions", {"messages": USER, "logprobs": True, "top_logprobs": 21}, "logprobs", "0 to 20"),
+    ("chat/completions", {"messages": USER, "continue_final_message": True}, "continue_final_message", "new"),
+    (
+        "chat/completions",
+        {"messages": USER, "response_format": {"type": "json_schema"}},
         "response_format",
-        "json",
+        "",
+    ),
+    (
+        "chat/completions",
+        {
+            "messages": USER,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 1}}},
+        },
+        "response_format",
+        "cannot be enforced",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "tool", "content": "3"}]},
+        "messages",
+        "tool_call_id belongs to",
+    ),
+    (
+        "chat/completions",
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}],
+                }
+            ]
+        },
+        "messages",
+        "are not JSON",
     ),
     (
         "chat/completions",
@@ -346,9 +414,9 @@ def test_a_client_that_goes_away_frees_its_blocks(stream: bool, byte_tokenizer: 
         body = {"model": "model", "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": stream}
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{served.url}/v1/completions", json=body, timeout=0.5)
-        _wait(lambda: not served.client._queues)
+        wait(lambda: not served.client._queues)
         engine.gate.set()
-        _wait(lambda: served.client.loop.stats().num_free_blocks == 64)
+        wait(lambda: served.client.loop.stats().num_free_blocks == 64)
         assert served.client.loop.stats().num_running == 0
         assert engine.num_steps <= 2
 
@@ -360,9 +428,9 @@ def test_a_client_that_goes_away_in_mid_stream_frees_its_blocks(byte_tokenizer: 
         with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=20) as response:
             next(response.iter_lines())
             engine.gate.clear()
-        _wait(lambda: not served.client._queues)
+        wait(lambda: not served.client._queues)
         engine.gate.set()
-        _wait(lambda: served.client.loop.stats().num_free_blocks == 64)
+        wait(lambda: served.client.loop.stats().num_free_blocks == 64)
 
 
 def test_a_stop_string_frees_the_blocks_before_max_tokens(byte_tokenizer: Tokenizer) -> None:
@@ -372,7 +440,7 @@ def test_a_stop_string_frees_the_blocks_before_max_tokens(byte_tokenizer: Tokeni
         stop = text(byte_tokenizer, "Once", 12)[3]
         body = {"prompt": "Once", "temperature": 0, "stop": stop, "ignore_eos": True, "max_tokens": 200}
         assert post(served, "completions", **body).json()["choices"][0]["finish_reason"] == "stop"
-        _wait(lambda: served.client.loop.stats().num_free_blocks == 64)
+        wait(lambda: served.client.loop.stats().num_free_blocks == 64)
         assert engine.num_steps < 100
 
 
@@ -399,7 +467,7 @@ def test_a_failure_before_the_first_token_sets_the_status(byte_tokenizer: Tokeni
             assert response.json()["error"]["type"] == "server_error"
 
 
-def _wait(condition: Callable[[], bool]) -> None:
+def wait(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < end
