@@ -6,6 +6,7 @@ A wrong block table, position, past length or stale block changes the prefix it 
 import threading
 import time
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -89,3 +90,24 @@ def greedy(engine: FakeEngine, prompt: list[int], num_tokens: int) -> list[int]:
     for _ in range(num_tokens):
         tokens.append(int(engine.logits(np.array(tokens)).argmax()))
     return tokens[len(prompt) :]
+
+
+class ScriptedEngine(FakeEngine):
+    """Answers every chat of the byte tokenizer with the same tokens, then ends its answer."""
+
+    def __init__(self, answer: Sequence[int], begins: Sequence[int], end: int) -> None:
+        """`begins` are the tokens that open an answer in a prompt; what follows them last is the answer."""
+        super().__init__(num_blocks=256, max_context=1024)
+        self._script = [*answer, end]
+        self._begins = list(begins)
+
+    def logits(self, prefix: np.ndarray) -> Floats:
+        """All but certain logits [V] for the script's next token."""
+        tokens, width = prefix.tolist(), len(self._begins)
+        starts = (
+            start for start in range(len(tokens), -1, -1) if tokens[start - width : start] == self._begins
+        )
+        place = min(len(tokens) - next(starts), len(self._script) - 1)
+        logits = np.zeros(self.vocab_size, np.float32)
+        logits[self._script[place]] = 50
+        return logits
