@@ -12,7 +12,7 @@ from onnx import TensorProto
 from qtool.errors import QtoolError
 
 _INT4 = {TensorProto.INT4, TensorProto.UINT4}
-_PASSIVE = {"Reshape", "Transpose", "Cast", "Identity", "Unsqueeze", "Squeeze", "Flatten"}
+_PASSIVE = {"Reshape", "Transpose", "Cast", "Identity", "Unsqueeze", "Squeeze", "Flatten", "Gather"}
 """Operators that hand on the values of their first input."""
 
 

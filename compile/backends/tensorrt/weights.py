@@ -38,7 +38,7 @@ class SplitChannels:
             None if weight.zero_point is None else weight.zero_point.repeat(1, 2),
             replace(weight.scheme, group_size=in_features // 2),
         )
-        return Linear(halves, linear.bias)
+        return replace(linear, weight=halves)
 
 
 @dataclass(frozen=True)
@@ -65,4 +65,4 @@ class SymmetricWeights:
         symmetric = fit_grid(asymmetric, scheme, linear.weight.scale.dtype).quantize(asymmetric)
         noise = (symmetric.dequantize() - asymmetric).square().mean()
         self.errors[module] = round(float(10 * torch.log10(asymmetric.square().mean() / noise)), 2)
-        return Linear(symmetric, linear.bias)
+        return replace(linear, weight=symmetric)

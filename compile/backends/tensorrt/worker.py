@@ -61,7 +61,7 @@ def build(spec: BuildSpec, trt: ModuleType, events: TextIO) -> bool:
     with spec.log.open("w", encoding="utf-8") as log:
         logger = _logger(trt, log)
         builder = trt.Builder(logger)
-        network = builder.create_network(0)
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         parser = trt.OnnxParser(network, logger)
         if not parser.parse_from_file(str(spec.model)):
             return False
