@@ -7,8 +7,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from qtool.compile.fields import Fields
-from qtool.compile.rope import Rope, read_rope
+from qtool.compile.rope import Rope, plain_rope, read_rope, read_rope_section
 from qtool.errors import QtoolError, nearest
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """An MLP that is a mixture of experts, of which a router picks some for each token."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts of a token: those with the largest share in the softmax of the router's logits."""
+    intermediate_size: int
+    """Of each expert."""
+    normalized: bool
+    """The shares of the chosen are divided by their sum."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +39,14 @@ class DecoderConfig:
     """Positions that the model was made for."""
     rms_norm_eps: float
     activation: str
-    rope: Rope
+    attention_scale: float
+    """What the products of queries and keys are multiplied by."""
+    ropes: tuple[Rope, ...]
+    """Of each layer."""
     windows: tuple[int | None, ...]
     """Of each layer: the last positions that a token attends to, its own included; None for all."""
+    mixtures: tuple[Mixture | None, ...]
+    """Of each layer: its experts; None for one MLP of `intermediate_size`."""
     tied: bool
     """The output head is the embedding table."""
     qkv_bias: bool
@@ -36,6 +54,11 @@ class DecoderConfig:
     mlp_bias: bool
     qk_norm: bool
     """Queries and keys pass an RMS norm over each head before the rotary embedding."""
+    post_norms: bool
+    """What attention and MLP give passes an RMS norm of its own before it is added."""
+    unit_offset_norms: bool
+    """Norms multiply by 1 + weight."""
+    embedding_scale: float
 
     @property
     def num_layers(self) -> int:
@@ -77,8 +100,7 @@ def _llama(fields: Fields, architecture: str) -> DecoderConfig:
 
 
 def _mistral(fields: Fields, architecture: str) -> DecoderConfig:
-    window = fields.optional_integer("sliding_window")
-    return _decoder(fields, architecture, windows=(window,) * fields.integer("num_hidden_layers"))
+    return _decoder(fields, architecture, windows=_same_window(fields))
 
 
 def _qwen2(fields: Fields, architecture: str) -> DecoderConfig:
@@ -98,7 +120,35 @@ def _qwen3(fields: Fields, architecture: str) -> DecoderConfig:
     )
 
 
+def _gemma3(fields: Fields, architecture: str) -> DecoderConfig:
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        fields.only(name, None)
+    fields.only("use_bidirectional_attention", False)
+    slides = _gemma_slides(fields)
+    window = fields.integer("sliding_window", 4096)
+    head_dim, max_context = fields.integer("head_dim"), fields.integer("max_position_embeddings")
+    local, full = _gemma_ropes(fields, head_dim, max_context)
+    bias = fields.flag("attention_bias", False)
+    return _decoder(
+        fields,
+        architecture,
+        activation="hidden_activation",
+        head_dim=head_dim,
+        attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
+        ropes=tuple(local if sliding else full for sliding in slides),
+        windows=tuple(window if sliding else None for sliding in slides),
+        tied=fields.flag("tie_word_embeddings", True),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        post_norms=True,
+        unit_offset_norms=True,
+        embedding_scale=fields.integer("hidden_size") ** 0.5,
+    )
+
+
 FAMILIES: dict[str, Callable[[Fields, str], DecoderConfig]] = {
+    "Gemma3ForCausalLM": _gemma3,
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
@@ -110,41 +160,66 @@ def _decoder(
     fields: Fields,
     architecture: str,
     *,
-    windows: tuple[int | None, ...] | None = None,
+    activation: str = "hidden_act",
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
+    intermediate_size: int | None = None,
+    attention_scale: float | None = None,
+    ropes: tuple[Rope, ...] | None = None,
+    windows: tuple[int | None, ...] | None = None,
+    mixtures: tuple[Mixture | None, ...] | None = None,
+    tied: bool | None = None,
     qkv_bias: bool = False,
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    post_norms: bool = False,
+    unit_offset_norms: bool = False,
+    embedding_scale: float = 1.0,
 ) -> DecoderConfig:
     """The fields that every family has; a family passes those that it reads in its own way."""
-    fields.only("hidden_act", "silu")
-    hidden_size = fields.integer("hidden_size")
+    fields.only(activation, *_ACTIVATIONS)
+    num_layers, hidden_size = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = num_kv_heads or fields.integer("num_key_value_heads")
     if num_heads % num_kv_heads:
         fields.refuse("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
     head_dim = head_dim or fields.integer("head_dim", hidden_size // num_heads)
+    if ropes is None:
+        ropes = (read_rope(fields, head_dim, fields.integer("max_position_embeddings")),) * num_layers
+    max_context = min(rope.max_context for rope in ropes)
+    windows = windows or (None,) * num_layers
     return DecoderConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=intermediate_size or fields.integer("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_context=fields.integer("max_position_embeddings"),
+        max_context=max_context,
         rms_norm_eps=fields.number("rms_norm_eps"),
-        activation=fields.text("hidden_act"),
-        rope=read_rope(fields, head_dim),
-        windows=windows or (None,) * fields.integer("num_hidden_layers"),
-        tied=fields.flag("tie_word_embeddings", False),
+        activation=fields.text(activation),
+        attention_scale=attention_scale or head_dim**-0.5,
+        ropes=ropes,
+        windows=tuple(window if window and window < max_context else None for window in windows),
+        mixtures=mixtures or (None,) * num_layers,
+        tied=fields.flag("tie_word_embeddings", False) if tied is None else tied,
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
+        post_norms=post_norms,
+        unit_offset_norms=unit_offset_norms,
+        embedding_scale=embedding_scale,
     )
+
+
+_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+
+
+def _same_window(fields: Fields) -> tuple[int | None, ...]:
+    return (fields.optional_integer("sliding_window"),) * fields.integer("num_hidden_layers")
 
 
 def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
@@ -152,20 +227,50 @@ def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     layers = fields.integer("num_hidden_layers")
     window = fields.optional_integer("sliding_window")
     first = fields.optional_integer("max_window_layers")
-    sliding = [False] * layers
+    slides = [False] * layers
     if fields.flag("use_sliding_window", False):
         if window is None or first is None:
             fields.refuse("use_sliding_window", "false without sliding_window and max_window_layers")
-        sliding = [layer >= first for layer in range(layers)]
+        slides = [layer >= first for layer in range(layers)]
     if fields.has("layer_types"):
-        types = fields.texts("layer_types")
-        known = {"full_attention", "sliding_attention"}
-        if len(types) != layers or not known.issuperset(types):
-            fields.refuse("layer_types", f"{layers} of {sorted(known)}")
-        if "sliding_attention" in types and not any(sliding):
+        typed = _layer_types(fields, layers)
+        if any(typed) and not any(slides):
             fields.refuse("layer_types", "full_attention alone, as use_sliding_window says")
-        sliding = [kind == "sliding_attention" for kind in types]
-    return tuple(window if slides else None for slides in sliding)
+        slides = typed
+    return tuple(window if sliding else None for sliding in slides)
+
+
+def _layer_types(fields: Fields, layers: int) -> list[bool]:
+    """Of each layer, whether it slides."""
+    types = fields.texts("layer_types")
+    known = {"full_attention", "sliding_attention"}
+    if len(types) != layers or not known.issuperset(types):
+        fields.refuse("layer_types", f"{layers} of {sorted(known)}")
+    return [kind == "sliding_attention" for kind in types]
+
+
+def _gemma_slides(fields: Fields) -> list[bool]:
+    """Of each layer, whether it slides: by `layer_types`, or all but every sixth or so."""
+    layers = fields.integer("num_hidden_layers")
+    patterns = [name for name in ("sliding_window_pattern", "_sliding_window_pattern") if fields.has(name)]
+    if fields.has("layer_types"):
+        return _layer_types(fields, layers)
+    pattern = fields.integer(patterns[0]) if patterns else 6
+    return [(layer + 1) % pattern > 0 for layer in range(layers)]
+
+
+def _gemma_ropes(fields: Fields, head_dim: int, max_context: int) -> tuple[Rope, Rope]:
+    """Of layers that slide and of those that don't."""
+    if not fields.has("rope_parameters"):
+        local = plain_rope(head_dim, max_context, fields.number("rope_local_base_freq", 10_000.0))
+        return local, read_rope(fields, head_dim, max_context, theta=1e6)
+    values = fields.section("rope_parameters")
+    local, full = (
+        read_rope_section(values.section(name), head_dim, max_context, theta)
+        for name, theta in (("sliding_attention", 10_000.0), ("full_attention", 1e6))
+    )
+    values.finish(())
+    return local, full
 
 
 _HARMLESS = frozenset(
@@ -185,6 +290,7 @@ _HARMLESS = frozenset(
         "pad_token_id",
         "unk_token_id",
         "use_cache",
+        "cache_implementation",
         "attention_dropout",  # of training
         "initializer_range",
         "pretraining_tp",  # another order of the same sums

@@ -1,6 +1,5 @@
 """The decoder, written once over the operations that a backend implements."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -24,11 +23,8 @@ class Attention:
     head_dim: int
     window: int | None
     """The last positions that a token attends to, its own included; None for all."""
-
-    @property
-    def scale(self) -> float:
-        """What the products of queries and keys are multiplied by."""
-        return 1 / math.sqrt(self.head_dim)
+    scale: float
+    """What the products of queries and keys are multiplied by."""
 
 
 class Operations(Protocol[T]):
@@ -58,6 +54,10 @@ class Operations(Protocol[T]):
         """The activation function that config.json calls `name`."""
         ...
 
+    def scale(self, x: T, factor: float) -> T:
+        """Every element multiplied by `factor`."""
+        ...
+
     def multiply(self, a: T, b: T) -> T:
         """Element by element."""
         ...
@@ -83,37 +83,58 @@ def decode(config: DecoderConfig, weights: Weights, ops: Operations[T]) -> T:
     """Logits [R, V] of the wanted rows. Weights are asked for layer by layer, in order."""
     table = weights.tensor(f"{EMBEDDING}.weight")
     x = ops.embed(table)
+    if config.embedding_scale != 1:
+        x = ops.scale(x, config.embedding_scale)
     for layer in range(config.num_layers):
         x = _attention(config, weights, ops, layer, x)
         x = _mlp(config, weights, ops, layer, x)
-    x = ops.rms_norm(ops.take_rows(x), weights.tensor(f"{FINAL_NORM}.weight"), config.rms_norm_eps)
+    x = _norm(config, weights, ops, FINAL_NORM, ops.take_rows(x))
     head = Linear(table, None) if config.tied else weights.linear(HEAD)
     return ops.linears(x, [head])[0]
 
 
 def _attention(config: DecoderConfig, weights: Weights, ops: Operations[T], layer: int, x: T) -> T:
     prefix = f"model.layers.{layer}"
-    normed = ops.rms_norm(x, weights.tensor(f"{prefix}.input_layernorm.weight"), config.rms_norm_eps)
+    normed = _norm(config, weights, ops, f"{prefix}.input_layernorm", x)
     projections = [weights.linear(f"{prefix}.self_attn.{name}") for name in ("q_proj", "k_proj", "v_proj")]
     q, k, v = ops.linears(normed, projections)
     if config.qk_norm:
-        q = ops.rms_norm(q, weights.tensor(f"{prefix}.self_attn.q_norm.weight"), config.rms_norm_eps)
-        k = ops.rms_norm(k, weights.tensor(f"{prefix}.self_attn.k_norm.weight"), config.rms_norm_eps)
-    q, k = ops.rope(q, config.rope), ops.rope(k, config.rope)
+        q = _norm(config, weights, ops, f"{prefix}.self_attn.q_norm", q)
+        k = _norm(config, weights, ops, f"{prefix}.self_attn.k_norm", k)
+    q, k = (ops.rope(heads, config.ropes[layer]) for heads in (q, k))
     attention = Attention(
-        layer, config.num_heads, config.num_kv_heads, config.head_dim, config.windows[layer]
+        layer,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.windows[layer],
+        config.attention_scale,
     )
     mixed = ops.attention(q, k, v, attention)
-    return ops.add(x, ops.linears(mixed, [weights.linear(f"{prefix}.self_attn.o_proj")])[0])
+    update = ops.linears(mixed, [weights.linear(f"{prefix}.self_attn.o_proj")])[0]
+    if config.post_norms:
+        update = _norm(config, weights, ops, f"{prefix}.post_attention_layernorm", update)
+    return ops.add(x, update)
 
 
 def _mlp(config: DecoderConfig, weights: Weights, ops: Operations[T], layer: int, x: T) -> T:
     prefix = f"model.layers.{layer}"
-    normed = ops.rms_norm(x, weights.tensor(f"{prefix}.post_attention_layernorm.weight"), config.rms_norm_eps)
-    projections = [weights.linear(f"{prefix}.mlp.{name}") for name in ("gate_proj", "up_proj")]
-    gate, up = ops.linears(normed, projections)
+    norm = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+    normed = _norm(config, weights, ops, f"{prefix}.{norm}", x)
+    update = _gated(config, weights, ops, f"{prefix}.mlp", normed)
+    if config.post_norms:
+        update = _norm(config, weights, ops, f"{prefix}.post_feedforward_layernorm", update)
+    return ops.add(x, update)
+
+
+def _gated(config: DecoderConfig, weights: Weights, ops: Operations[T], prefix: str, x: T) -> T:
+    gate, up = ops.linears(x, [weights.linear(f"{prefix}.{name}") for name in ("gate_proj", "up_proj")])
     hidden = ops.multiply(ops.activation(config.activation, gate), up)
-    return ops.add(x, ops.linears(hidden, [weights.linear(f"{prefix}.mlp.down_proj")])[0])
+    return ops.linears(hidden, [weights.linear(f"{prefix}.down_proj")])[0]
+
+
+def _norm(config: DecoderConfig, weights: Weights, ops: Operations[T], name: str, x: T) -> T:
+    return ops.rms_norm(x, weights.tensor(f"{name}.weight"), config.rms_norm_eps)
 
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"

@@ -62,6 +62,24 @@ class Fields:
             self.refuse(name, "a list of strings")
         return [str(item) for item in value]
 
+    def numbers(self, name: str, count: int) -> list[float]:
+        """A list of `count` positive numbers."""
+        value = self._take(name, None)
+        if not isinstance(value, list) or len(value) != count:
+            self.refuse(name, f"a list of {count} positive numbers")
+        if not all(
+            isinstance(item, int | float) and not isinstance(item, bool) and item > 0 for item in value
+        ):
+            self.refuse(name, "positive numbers alone")
+        return [float(item) for item in value]
+
+    def integers(self, name: str) -> list[int]:
+        """A list of whole numbers, empty when absent."""
+        value = self._take(name, [])
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            self.refuse(name, "a list of whole numbers")
+        return list(value)
+
     def section(self, name: str) -> "Fields":
         """The fields of a nested object, none when it is absent; call its `finish` too."""
         value = self._take(name, {})

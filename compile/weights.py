@@ -32,14 +32,14 @@ class CheckpointWeights:
             self._check_tied()
 
     def tensor(self, name: str) -> Tensor:
-        """A stored tensor, in its stored dtype."""
+        """A stored tensor, in its stored dtype; the weight of a norm as what it multiplies by."""
         tensor = self._checkpoint.tensor(name)
         wanted = self._table if name == f"{EMBEDDING}.weight" else (self._norms[name],)
         if tuple(tensor.shape) != wanted:
             raise QtoolError(
                 f"{self._checkpoint.path}: {name} has shape {tuple(tensor.shape)}, config.json says {wanted}"
             )
-        return tensor
+        return 1 + tensor.float() if self._config.unit_offset_norms and name in self._norms else tensor
 
     def linear(self, module: str) -> Linear:
         """A linear, dense or quantized."""
@@ -85,12 +85,16 @@ class CheckpointWeights:
 
 
 def _norm_shapes(config: DecoderConfig) -> dict[str, int]:
-    shapes = {f"{FINAL_NORM}.weight": config.hidden_size}
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        shapes[f"{prefix}.input_layernorm.weight"] = config.hidden_size
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = config.hidden_size
-        if config.qk_norm:
-            shapes[f"{prefix}.self_attn.q_norm.weight"] = config.head_dim
-            shapes[f"{prefix}.self_attn.k_norm.weight"] = config.head_dim
-    return shapes
+    layer = {"input_layernorm": config.hidden_size, "post_attention_layernorm": config.hidden_size}
+    if config.post_norms:
+        layer |= dict.fromkeys(
+            ("pre_feedforward_layernorm", "post_feedforward_layernorm"), config.hidden_size
+        )
+    if config.qk_norm:
+        layer |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), config.head_dim)
+    shapes = {
+        f"model.layers.{index}.{name}.weight": size
+        for index in range(config.num_layers)
+        for name, size in layer.items()
+    }
+    return {**shapes, f"{FINAL_NORM}.weight": config.hidden_size}

@@ -57,6 +57,7 @@ _KINDS = {
     torch.float16: TensorProto.FLOAT16,
     torch.bfloat16: TensorProto.BFLOAT16,
 }
+_NUMPY: dict[torch.dtype, type[np.floating]] = {torch.float32: np.float32, torch.float16: np.float16}
 _INT32, _BOOL = TensorProto.INT32, TensorProto.BOOL
 
 
@@ -106,8 +107,10 @@ class Onnx:
 
     def rope(self, x: Rows, rope: Rope) -> Rows:
         cos, sin = self._rotation(rope)
-        heads = x.features // rope.dim
-        return Rows(self._graph.node("RotaryEmbedding", x.name, cos, sin, num_heads=heads), x.features)
+        sizes = {"num_heads": x.features // rope.head_dim}
+        if rope.dim < rope.head_dim:
+            sizes["rotary_embedding_dim"] = rope.dim
+        return Rows(self._graph.node("RotaryEmbedding", x.name, cos, sin, **sizes), x.features)
 
     def attention(self, q: Rows, k: Rows, v: Rows, attention: Attention) -> Rows:
         query = self._heads(q, attention.head_dim)
@@ -122,6 +125,9 @@ class Onnx:
 
     def activation(self, name: str, x: Rows) -> Rows:
         return _ACTIVATIONS[name](self._graph, x)
+
+    def scale(self, x: Rows, factor: float) -> Rows:
+        return Rows(self._scaled(x.name, factor, _NUMPY[self._dtype]), x.features)
 
     def multiply(self, a: Rows, b: Rows) -> Rows:
         return Rows(self._graph.node("Mul", a.name, b.name), a.features)
@@ -178,13 +184,22 @@ class Onnx:
             )
         return rounded
 
+    def _scaled(self, name: str, factor: float, kind: type[np.floating]) -> str:
+        """A tensor, whose elements are of type `kind`, times a number."""
+        if factor == 1:
+            return name
+        return self._graph.node("Mul", name, self._graph.constant(np.array(factor, kind)))
+
     def _rotation(self, rope: Rope) -> tuple[str, str]:
         """Cosine and sine [B, S, dim / 2] of the angles at the step's positions, taken in float32."""
         if rope not in self._rotations:
             positions = self._graph.node("Cast", self._positions, to=TensorProto.FLOAT)
             column = self._graph.node("Unsqueeze", positions, self._graph.integers(-1))
             angles = self._graph.node("Mul", column, self._graph.constant(rope.frequencies()))
-            cos, sin = (self._graph.node(function, angles) for function in ("Cos", "Sin"))
+            cos, sin = (
+                self._scaled(self._graph.node(function, angles), rope.magnitude, np.float32)
+                for function in ("Cos", "Sin")
+            )
             if self._dtype != torch.float32:
                 cos, sin = (self._graph.node("Cast", factor, to=self._kind) for factor in (cos, sin))
             self._rotations[rope] = cos, sin
@@ -229,7 +244,11 @@ def _silu(graph: Graph, x: Rows) -> Rows:
     return Rows(graph.node("Mul", x.name, graph.node("Sigmoid", x.name)), x.features)
 
 
-_ACTIVATIONS = {"silu": _silu}
+def _gelu_tanh(graph: Graph, x: Rows) -> Rows:
+    return Rows(graph.node("Gelu", x.name, approximate="tanh"), x.features)
+
+
+_ACTIVATIONS = {"silu": _silu, "gelu_pytorch_tanh": _gelu_tanh}
 
 
 def _floats(tensor: torch.Tensor) -> Tensor:

@@ -17,7 +17,7 @@ _INLINE = 1024
 _ALIGNMENT = 4096
 """Of a tensor in the file, so that a reader can map it."""
 
-Attribute = int | float | Sequence[int]
+Attribute = int | float | str | Sequence[int]
 Dimension = int | str
 """A number, or the name of a size that each run chooses."""
 

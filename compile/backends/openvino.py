@@ -6,6 +6,7 @@ constants. The CPU plugin decompresses them inside its matrix products; all sums
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -76,13 +77,19 @@ class OpenVino:
             positions = ops.convert(self._input("positions"), ov.Type.f32)
             half = ops.multiply(_reshape(positions.output(0), [-1, 1, 1, 1]), _floats(rope.frequencies()))
             angles = ops.concat([half, half], -1)
-            self._rotations[rope] = (ops.cos(angles).output(0), ops.sin(angles).output(0))
+            self._rotations[rope] = (
+                self.scale(ops.cos(angles).output(0), rope.magnitude),
+                self.scale(ops.sin(angles).output(0), rope.magnitude),
+            )
         cos, sin = self._rotations[rope]
-        heads = _reshape(x, [0, -1, 1, rope.dim])
+        heads, rest = _reshape(x, [0, -1, 1, rope.head_dim]), []
+        if rope.dim < rope.head_dim:
+            sizes = _integers([rope.dim, rope.head_dim - rope.dim])
+            heads, *rest = ops.variadic_split(heads, _integers(-1), sizes).outputs()
         first, second = ops.variadic_split(heads, _integers(-1), _integers([rope.dim // 2] * 2)).outputs()
         turned = ops.concat([ops.multiply(second, _floats(-1.0)), first], -1)
         rotated = ops.add(ops.multiply(heads, cos), ops.multiply(turned, sin))
-        return _reshape(rotated.output(0), [0, -1])
+        return _reshape(ops.concat([rotated, *rest], -1).output(0) if rest else rotated.output(0), [0, -1])
 
     def attention(self, q: Node, k: Node, v: Node, attention: Attention) -> Node:
         caches = [self._cache(f"{kind}_cache.{attention.layer}") for kind in ("key", "value")]
@@ -113,6 +120,9 @@ class OpenVino:
 
     def activation(self, name: str, x: Node) -> Node:
         return _ACTIVATIONS[name](x).output(0)
+
+    def scale(self, x: Node, factor: float) -> Node:
+        return x if factor == 1 else ops.multiply(x, _floats(factor)).output(0)
 
     def multiply(self, a: Node, b: Node) -> Node:
         return ops.multiply(a, b).output(0)
@@ -145,7 +155,7 @@ class OpenVino:
         return product.output(0)
 
 
-_ACTIVATIONS = {"silu": ops.swish}
+_ACTIVATIONS = {"silu": ops.swish, "gelu_pytorch_tanh": partial(ops.gelu, approximation_mode="TANH")}
 
 
 def build_model(config: DecoderConfig, weights: Weights) -> ov.Model:

@@ -1,8 +1,9 @@
 """The reference backend: torch, eager. Slow, obvious and right; the other backends are tested against it."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -97,9 +98,11 @@ class Reference:
 
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
         angles = self._batch.positions[:, None].float() * torch.from_numpy(rope.frequencies()).to(x.device)
-        cos, sin = angles.cos().to(x.dtype)[:, None], angles.sin().to(x.dtype)[:, None]
-        first, second = x.view(len(x), -1, rope.dim).chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view_as(x)
+        cos, sin = ((rope.magnitude * factor)[:, None].to(x.dtype) for factor in (angles.cos(), angles.sin()))
+        heads, half = x.view(len(x), -1, rope.head_dim), rope.dim // 2
+        first, second, rest = heads[..., :half], heads[..., half : rope.dim], heads[..., rope.dim :]
+        turned = (first * cos - second * sin, second * cos + first * sin, rest)
+        return torch.cat(turned, dim=-1).view_as(x)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
         batch, outputs, start = self._batch, [], 0
@@ -123,6 +126,9 @@ class Reference:
     def activation(self, name: str, x: Tensor) -> Tensor:
         return _ACTIVATIONS[name](x)
 
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
         return a * b
 
@@ -133,7 +139,10 @@ class Reference:
         return x[self._batch.logit_rows]
 
 
-_ACTIVATIONS = {"silu": F.silu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 def _attend(

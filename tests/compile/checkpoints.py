@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -39,6 +40,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}
+YARN = {"rope_type": "yarn", "rope_theta": 3e4, "factor": 8.0, "original_max_position_embeddings": 64}
 
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, head_dim=32, tie_word_embeddings=True),
@@ -50,7 +52,19 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "mistral-full": MistralConfig(**SHAPE, head_dim=16, sliding_window=None),
     "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen2-window": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=40, max_window_layers=1),
+    "qwen2-yarn": Qwen2Config(**SHAPE, rope_parameters=YARN),
     "qwen3": Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE,
+        head_dim=32,
+        query_pre_attn_scalar=24,
+        sliding_window=21,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            "full_attention": LINEAR,
+        },
+    ),
 }
 
 

@@ -13,11 +13,12 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from qtool.compile.config import read_config
-from qtool.compile.rope import Rope
+from qtool.compile.rope import plain_rope
 from qtool.errors import QtoolError
-from tests.compile.checkpoints import FAMILIES, LINEAR, LLAMA3
+from tests.compile.checkpoints import FAMILIES, LINEAR, LLAMA3, YARN
 
 CLASSES = {
+    "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -52,15 +53,19 @@ def test_an_older_checkpoint_writes_the_rope_in_two_fields() -> None:
         )
         assert config == read_config(content("llama3"), "config.json")
     config = read_config(content("llama", rope_parameters=None, rope_scaling=None), "config.json")
-    assert config.rope == Rope(10_000.0, 32)
+    assert config.ropes == (plain_rope(32, 512, 10_000.0),) * 3
 
 
-@pytest.mark.parametrize("parameters", [LINEAR, LLAMA3], ids=["linear", "llama3"])
+@pytest.mark.parametrize(
+    "parameters",
+    [LINEAR, LLAMA3, YARN, {**YARN, "factor": 1.5, "beta_fast": 8.0, "truncate": False}],
+    ids=["linear", "llama3", "yarn", "yarn-untruncated"],
+)
 def test_scaled_frequencies_are_those_of_transformers(parameters: dict[str, Any]) -> None:
     config = LlamaConfig(head_dim=64, rope_parameters=parameters, max_position_embeddings=512)
     wanted, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
-    rope = read_config(content("llama", head_dim=64, rope_parameters=parameters), "config.json").rope
-    assert factor == 1.0
+    rope = read_config(content("llama", head_dim=64, rope_parameters=parameters), "config.json").ropes[0]
+    assert rope.magnitude == pytest.approx(factor)
     np.testing.assert_allclose(rope.frequencies(), wanted.numpy(), rtol=1e-6)
 
 
@@ -73,7 +78,7 @@ def test_scaled_frequencies_are_those_of_transformers(parameters: dict[str, Any]
         ),
         ({"architectures": []}, "architectures is"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: unknown field"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "ntk", "rope_theta": 1.0}}, "rope_type 'ntk' is not supported"),
         ({"rope_parameters": {"rope_theta": 1e4, "mscale": 2}}, "rope_parameters.mscale: unknown field"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor: is missing"),
         (
@@ -102,6 +107,70 @@ def test_qwen_layer_types_have_to_agree_with_the_other_fields() -> None:
         read_config(content("qwen2", layer_types=kinds), "config.json")
     with pytest.raises(QtoolError, match=r"layer_types: is .*wanted 3 of"):
         read_config(content("qwen2-window", layer_types=kinds[:2]), "config.json")
+
+
+GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": None,
+    "head_dim": 32,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 7,
+    "num_key_value_heads": 2,
+    "query_pre_attn_scalar": 24,
+    "rms_norm_eps": 1e-6,
+    "rope_local_base_freq": 5e3,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "rope_theta": 1e5,
+    "sliding_window": 21,
+    "sliding_window_pattern": 3,
+    "vocab_size": 101,
+}
+"""The fields of the checkpoint on the hub, with small numbers."""
+
+
+def test_gemma_layers_slide_by_a_pattern_and_have_a_rope_of_each_kind() -> None:
+    config = read_config(GEMMA3_1B, "config.json")
+    assert config.windows == (21, 21, None, 21, 21, None, 21)
+    assert config.ropes[0] == plain_rope(32, 512, 5e3)
+    assert config.ropes[2].radians == tuple(turn / 8 for turn in plain_rope(32, 512, 1e5).radians)
+    assert config.attention_scale == 24**-0.5
+    assert config.embedding_scale == 96**0.5
+    assert config.tied
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping: is 30.0, wanted None"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: is 50.0, wanted None"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention: is True"),
+        ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation: is 'gelu', wanted 'silu' or 'gelu_py"),
+        ("gemma3", {"layer_types": ["chunked_attention"] * 3}, "layer_types: is .*wanted 3 of"),
+        ("gemma3", {"rope_parameters": LINEAR}, "rope_parameters.factor: unknown field"),
+        ("gemma3", {"rope_local_base_freq": 1e4}, "rope_local_base_freq: unknown field"),
+        (
+            "gemma3",
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional"}}},
+            "rope_parameters.full_attention.rope_type 'proportional' is not supported",
+        ),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: is 0.5, wanted 1.0"),
+        ("llama", {"attention_sinks": True}, "attention_sinks: unknown field"),
+        ("mistral", {"attention_bias": True}, "attention_bias: unknown field"),
+        ("qwen2", {"dual_chunk_attention_config": {}}, "dual_chunk_attention_config: unknown field"),
+        ("qwen2-yarn", {"rope_parameters": {**YARN, "mscale": 2}}, "rope_parameters.mscale: unknown field"),
+    ],
+)
+def test_what_would_change_the_maths_is_an_error_that_names_it(
+    family: str, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(QtoolError, match=message):
+        read_config(content(family, **changes), "config.json")
 
 
 def test_the_fields_of_smollm2_are_all_known(smollm2: Path) -> None:
