@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,14 @@ class Checkpoint:
         """Read the linear layer `module`, such as ``model.layers.0.mlp.up_proj``, dense or quantized."""
         bias = self.tensor(f"{module}.bias") if f"{module}.bias" in self else None
         if self.format is not None and self.format.quantizes(module):
-            return Linear(self.format.read(module), bias)
-        return Linear(self.tensor(f"{module}.weight"), bias)
+            return replace(self.format.read(module), bias=bias)
+        weight = self.tensor(f"{module}.weight")
+        if weight.dtype.itemsize == 1:
+            raise QtoolError(
+                f"{self.path}: {module}.weight holds {weight.dtype} codes, but quantization_config in "
+                "config.json does not say that it is quantized"
+            )
+        return Linear(weight, bias)
 
     def _handle(self, name: str) -> Any:
         if name not in self._shard_of:

@@ -8,7 +8,16 @@ from pydantic import BaseModel, ConfigDict
 from qtool.core.recipe import Recipe
 
 MANIFEST = "qtool_manifest.json"
-_RECORDED = ("qtool", "torch", "transformers", "safetensors", "compressed-tensors", "onnx", "openvino", "tensorrt")
+_RECORDED = (
+    "qtool",
+    "torch",
+    "transformers",
+    "safetensors",
+    "compressed-tensors",
+    "onnx",
+    "openvino",
+    "tensorrt",
+)
 
 
 class LinearRecord(BaseModel):

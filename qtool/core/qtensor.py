@@ -1,11 +1,12 @@
-"""The quantized tensor: integer codes with their scales, and the linear layer that holds one."""
+"""Quantized tensors: codes with their scales, and the linear layer that holds one."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qtool.core.schemes import IntScheme
+from qtool.core.activation import Activation
+from qtool.core.schemes import Fp8Scheme, IntScheme
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,55 @@ class QuantizedTensor:
 
 
 @dataclass(frozen=True)
-class Linear:
-    """A linear layer as a checkpoint holds it: weight [N, K], dense or quantized, and bias [N] or None."""
+class Fp8Tensor:
+    """A weight [N, K] as small floats: codes [N, K] float8_e4m3fn, scale [blocks of N, blocks of K].
 
-    weight: Tensor | QuantizedTensor
+    A class of its own, since it shares neither zero points nor groups of a channel with integers.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    scheme: Fp8Scheme
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        out_features, in_features = self.codes.shape
+        return out_features, in_features
+
+    def scales(self) -> Tensor:
+        """float32 scales that broadcast over the codes: [1 or N, 1 or K]."""
+        scale = self.scale.float()
+        if self.scheme.rows not in (None, 1):
+            scale = scale.repeat_interleave(self.scheme.rows, 0)[: self.shape[0]]
+        if self.scheme.columns is not None:
+            scale = scale.repeat_interleave(self.scheme.columns, 1)[:, : self.shape[1]]
+        return scale
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight [N, K] that the codes stand for, computed in float32."""
+        return (self.codes.float() * self.scales()).to(dtype)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer as a checkpoint holds it: ``x[:, order] @ weight.T + bias``, x rounded first.
+
+    weight [N, K], dense or quantized, and bias [N] or None.
+    """
+
+    weight: Tensor | QuantizedTensor | Fp8Tensor
     bias: Tensor | None
+    order: Tensor | None = None
+    """[K] int64: the input that each column of `weight` multiplies; None: in order.
+
+    GPTQ's activation order puts inputs from anywhere into one group. With the inputs reordered instead,
+    groups lie side by side, which is all that kernels know; reordering costs one gather of the inputs.
+    """
+    activation: Activation | None = None
+    """How the inputs are rounded before the product; None: not at all."""
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight [N, K] as numbers."""
-        if isinstance(self.weight, QuantizedTensor):
-            return self.weight.dequantize(dtype)
-        return self.weight.to(dtype)
+        """The weight [N, K] as numbers, its columns in the order of the inputs."""
+        weight = self.weight.to(dtype) if isinstance(self.weight, Tensor) else self.weight.dequantize(dtype)
+        return weight if self.order is None else weight[:, self.order.argsort()]

@@ -1,6 +1,7 @@
 """Number formats: what a weight's codes mean. How the numbers are chosen is a method's business."""
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -32,3 +33,61 @@ class IntScheme:
     def __str__(self) -> str:
         group = "channel" if self.group_size is None else f"group {self.group_size}"
         return f"int{self.num_bits} {'symmetric' if self.symmetric else 'asymmetric'}, {group}"
+
+
+@dataclass(frozen=True)
+class Fp8Scheme:
+    """Codes in float8_e4m3fn with one scale for each block of `rows` outputs by `columns` inputs.
+
+    A weight is ``scale * code``. None means all of them: (1, None) is a scale a channel, (None, None) one
+    for the tensor. Blocks at the edges may be cut short.
+    """
+
+    rows: int | None
+    columns: int | None
+
+    num_bits = 8
+
+    def grid(self, out_features: int, in_features: int) -> tuple[int, int]:
+        """The blocks of a weight [N, K] in each dimension: the shape of its scales."""
+        rows, columns = self.rows or out_features, self.columns or in_features
+        return -(-out_features // rows), -(-in_features // columns)
+
+    def __str__(self) -> str:
+        if self.columns is None:
+            return f"fp8, {'tensor' if self.rows is None else 'channel'}"
+        return f"fp8, {f'group {self.columns}' if self.rows == 1 else f'block {self.rows}x{self.columns}'}"
+
+
+@dataclass(frozen=True)
+class ActivationScheme:
+    """How a linear's inputs are rounded before its product.
+
+    Dynamic: with the range of each token as it comes, or of each `group_size` of its inputs. Static: with
+    one range that the checkpoint gives. fp8 is always symmetric.
+    """
+
+    kind: Literal["int8", "fp8"]
+    dynamic: bool
+    symmetric: bool = True
+    group_size: int | None = None
+
+    def __str__(self) -> str:
+        group = f" group {self.group_size}" if self.group_size else ""
+        return f"{self.kind} {f'per token{group}' if self.dynamic else 'static'} activations" + (
+            "" if self.symmetric else ", asymmetric"
+        )
+
+
+WeightScheme: TypeAlias = IntScheme | Fp8Scheme
+
+
+@dataclass(frozen=True)
+class LinearScheme:
+    """What a quantized linear computes with; `activation` None: inputs as they come."""
+
+    weight: WeightScheme
+    activation: ActivationScheme | None = None
+
+    def __str__(self) -> str:
+        return f"{self.weight}" + (f"; {self.activation}" if self.activation else "")

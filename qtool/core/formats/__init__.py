@@ -3,13 +3,18 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
-from qtool.core.qtensor import QuantizedTensor
+from qtool.core.qtensor import Linear
+from qtool.core.schemes import LinearScheme
 from qtool.errors import QtoolError, nearest
 
 if TYPE_CHECKING:
     from qtool.core.checkpoint import Checkpoint
 
-FORMATS = {"compressed-tensors": "qtool.core.formats.compressed_tensors:CompressedTensors"}
+FORMATS = {
+    "compressed-tensors": "qtool.core.formats.compressed_tensors:CompressedTensors",
+    "awq": "qtool.core.formats.autoawq:AutoAwq",
+    "gptq": "qtool.core.formats.gptq:GptqFormat",
+}
 
 
 class QuantizationFormat(Protocol):
@@ -21,8 +26,12 @@ class QuantizationFormat(Protocol):
         """Whether the linear layer `module` is stored quantized."""
         ...
 
-    def read(self, module: str) -> QuantizedTensor:
-        """The quantized weight of the linear layer `module`."""
+    def scheme(self, module: str) -> LinearScheme:
+        """What the quantized linear `module` computes with, known without reading it."""
+        ...
+
+    def read(self, module: str) -> Linear:
+        """The quantized linear `module`, without its bias; QtoolError names what is wrong with it."""
         ...
 
 

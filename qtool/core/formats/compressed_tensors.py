@@ -1,20 +1,27 @@
-"""compressed-tensors' ``pack-quantized`` format: integer codes packed into int32 words.
+"""compressed-tensors' formats: integer codes packed into int32 words, or int8 and float8 codes as they are.
 
-A linear ``m`` becomes ``m.weight_packed`` [N, ceil(K*bits/32)] int32, ``m.weight_scale`` [N, G],
-``m.weight_shape`` [2] and, when asymmetric, ``m.weight_zero_point`` packed along N.
+Packed, a linear ``m`` becomes ``m.weight_packed`` [N, ceil(K*bits/32)] int32, ``m.weight_scale`` [N, G],
+``m.weight_shape`` [2] and, when asymmetric, ``m.weight_zero_point`` packed along N. Otherwise it is
+``m.weight`` [N, K] with ``m.weight_scale`` and, when asymmetric, ``m.weight_zero_point`` [N, G]. Static
+activations add ``m.input_scale`` and ``m.input_zero_point``.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from torch import Tensor
 
-from qtool.core.qtensor import QuantizedTensor
-from qtool.core.schemes import IntScheme
+from qtool.core.activation import Activation
+from qtool.core.formats.config_groups import PACKED, Group, read_groups
+from qtool.core.formats.input_order import read_order
+from qtool.core.formats.parts import Parts
+from qtool.core.qtensor import Fp8Tensor, Linear, QuantizedTensor
+from qtool.core.schemes import ActivationScheme, Fp8Scheme, IntScheme, LinearScheme
 from qtool.errors import QtoolError
 
 if TYPE_CHECKING:
@@ -22,79 +29,119 @@ if TYPE_CHECKING:
 
 
 class CompressedTensors:
-    """Reads ``pack-quantized`` weights."""
+    """Reads ``pack-quantized``, ``int-quantized``, ``float-quantized`` and ``naive-quantized`` linears."""
 
     def __init__(self, checkpoint: "Checkpoint") -> None:
         self._checkpoint = checkpoint
-        self._where = checkpoint.path / "config.json"
-        config = checkpoint.config["quantization_config"]
-        if config.get("format") != "pack-quantized":
-            raise QtoolError(
-                f"{self._where}: compressed-tensors format {config.get('format')!r} is not supported; "
-                "wanted 'pack-quantized'"
-            )
-        self._targets = [
-            (target, self._scheme(name, group))
-            for name, group in config.get("config_groups", {}).items()
-            for target in group.get("targets", [])
-        ]
-
-    def _scheme(self, name: str, group: dict[str, Any]) -> IntScheme:
-        where = f"{self._where}: quantization_config.config_groups.{name}"
-        if group.get("input_activations") or group.get("output_activations"):
-            raise QtoolError(f"{where}: quantized activations are not supported")
-        weights = group.get("weights") or {}
-        if weights.get("type") != "int" or weights.get("actorder") == "group":
-            raise QtoolError(f"{where}: weights {weights} are not supported; wanted integers without g_idx")
-        if weights.get("strategy") not in ("group", "channel"):
-            raise QtoolError(f"{where}: strategy {weights.get('strategy')!r}, wanted 'group' or 'channel'")
-        group_size = weights["group_size"] if weights["strategy"] == "group" else None
-        return IntScheme(int(weights["num_bits"]), group_size, bool(weights.get("symmetric", True)))
+        self._where = str(checkpoint.path / "config.json")
+        self._groups = read_groups(checkpoint.config["quantization_config"], self._where)
 
     def quantizes(self, module: str) -> bool:
-        """Whether `module` is stored packed."""
-        return f"{module}.weight_packed" in self._checkpoint
+        """Whether a config group targets `module`."""
+        return self._groups.find(module) is not None
 
-    def read(self, module: str) -> QuantizedTensor:
-        """Unpack one linear; a scale that is zero or not finite is an error that names the module."""
+    def scheme(self, module: str) -> LinearScheme:
+        """The scheme of the config group that targets `module`."""
+        return self._group(module).scheme
+
+    def read(self, module: str) -> Linear:
+        """Read one linear; QtoolError names the tensor that is missing or damaged."""
+        parts, group = Parts(self._checkpoint, module), self._group(module)
+        scheme, inputs = group.scheme.weight, group.scheme.activation
+        activation = None if inputs is None else _activation(parts, inputs)
+        if isinstance(scheme, Fp8Scheme):
+            return Linear(_fp8(parts, scheme), None, activation=activation)
+        if group.layout != PACKED:
+            return Linear(_int8(parts, scheme), None, activation=activation)
+        weight, order = self._packed(parts, scheme, group.reordered)
+        return Linear(weight, None, order, activation)
+
+    def _group(self, module: str) -> Group:
+        group = self._groups.find(module)
+        if group is None:
+            raise QtoolError(f"{self._where}: no config group targets {module}")
+        return group
+
+    def _packed(
+        self, parts: Parts, scheme: IntScheme, reordered: bool
+    ) -> tuple[QuantizedTensor, Tensor | None]:
         try:
-            return decode(module, self._scheme_of(module), self._checkpoint.tensor)
+            weight = decode(parts.module, scheme, self._checkpoint.tensor)
         except ValueError as error:
             raise QtoolError(f"{self._checkpoint.path}: {error}") from error
+        if not reordered or scheme.group_size is None:
+            return weight, None
+        order = read_order(parts, "weight_g_idx", weight.shape[1], scheme.group_size)
+        if order is None:
+            return weight, None
+        return replace(weight, codes=weight.codes[:, order].contiguous()), order
 
-    def _scheme_of(self, module: str) -> IntScheme:
-        for target, scheme in self._targets:
-            if _matches(target, module):
-                return scheme
-        raise QtoolError(f"{self._where}: no config group targets {module}, though it is stored packed")
+
+def _int8(parts: Parts, scheme: IntScheme) -> QuantizedTensor:
+    out_features, in_features = parts.shape("weight")
+    if scheme.group_size is not None and in_features % scheme.group_size:
+        raise parts.error("weight", f"has {in_features} inputs, which its scheme, {scheme}, does not divide")
+    codes = parts.read("weight", torch.int8, (out_features, in_features))
+    if int(codes.min()) < scheme.low or int(codes.max()) > scheme.high:
+        raise parts.error("weight", f"has codes outside of {scheme.low} to {scheme.high}")
+    shape = (out_features, scheme.num_groups(in_features))
+    scale = parts.scale("weight_scale", shape, *_ONE).expand(shape).contiguous()
+    if scheme.symmetric:
+        return QuantizedTensor(codes, scale, None, scheme)
+    zero_point = parts.read("weight_zero_point", torch.int8, shape, *_ONE)
+    return QuantizedTensor(codes, scale, zero_point.expand(shape).contiguous(), scheme)
 
 
-def _matches(target: str, module: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target[3:], module) is not None
-    return target in (module, "Linear")
+def _fp8(parts: Parts, scheme: Fp8Scheme) -> Fp8Tensor:
+    shape = parts.shape("weight")
+    codes = parts.read("weight", torch.float8_e4m3fn, shape)
+    if not bool(codes.float().isfinite().all()):
+        raise parts.error("weight", "has codes that are no numbers; the checkpoint is damaged")
+    grid = scheme.grid(*shape)
+    return Fp8Tensor(
+        codes, parts.scale("weight_scale", grid, *(_ONE if grid == (1, 1) else ())).expand(grid), scheme
+    )
+
+
+def _activation(parts: Parts, scheme: ActivationScheme) -> Activation:
+    if scheme.dynamic:
+        return Activation(scheme)
+    scale = parts.scale("input_scale", *_ONE).item()
+    if scheme.symmetric:
+        return Activation(scheme, scale)
+    return Activation(scheme, scale, int(parts.read("input_zero_point", torch.int8, *_ONE).item()))
+
+
+_ONE = ((1,), ())
+"""The shapes of a single number."""
 
 
 def decode(module: str, scheme: IntScheme, tensor: Callable[[str], Tensor]) -> QuantizedTensor:
     """The linear `module` from its stored tensors, got by full name; the inverse of `encode`.
 
-    Raises ValueError for scales that are zero, not finite, or of the wrong shape.
+    Raises ValueError for tensors of the wrong shape and scales that are zero or not finite.
     """
-    shape = torch.Size(int(size) for size in tensor(f"{module}.weight_shape"))
-    scale = tensor(f"{module}.weight_scale")
+    bits, shape = scheme.num_bits, torch.Size(int(size) for size in tensor(f"{module}.weight_shape"))
+    groups = scheme.num_groups(shape[1])
+    if groups * (scheme.group_size or shape[1]) != shape[1]:
+        raise ValueError(f"{module}.weight_shape gives {shape[1]} inputs, which {scheme} does not divide")
+
+    def stored(part: str, *wanted: int) -> Tensor:
+        found = tensor(f"{module}.{part}")
+        if tuple(found.shape) != wanted:
+            raise ValueError(f"{module}.{part} has shape {tuple(found.shape)}, wanted {wanted} for {scheme}")
+        return found
+
+    scale = stored("weight_scale", shape[0], groups)
     if not bool((scale.isfinite() & (scale != 0)).all()):
         raise ValueError(f"{module}.weight_scale has zero or non-finite values")
-    groups = scheme.num_groups(shape[1])
-    if tuple(scale.shape) != (shape[0], groups):
-        raise ValueError(
-            f"{module}.weight_scale has shape {tuple(scale.shape)}, wanted {(shape[0], groups)} for {scheme}"
-        )
-    codes = unpack_from_int32(tensor(f"{module}.weight_packed"), scheme.num_bits, shape)
-    zero_point = None
-    if not scheme.symmetric:
-        packed = tensor(f"{module}.weight_zero_point")
-        zero_point = unpack_from_int32(packed, scheme.num_bits, scale.shape, packed_dim=0)
-    return QuantizedTensor(codes.contiguous(), scale, zero_point, scheme)
+    packed = stored("weight_packed", shape[0], -(-shape[1] * bits // 32))
+    codes = unpack_from_int32(packed, bits, shape).contiguous()
+    if scheme.symmetric:
+        return QuantizedTensor(codes, scale, None, scheme)
+    packed = stored("weight_zero_point", -(-shape[0] * bits // 32), groups)
+    zero_point = unpack_from_int32(packed, bits, scale.shape, packed_dim=0)
+    return QuantizedTensor(codes, scale, zero_point, scheme)
 
 
 def encode(module: str, weight: QuantizedTensor) -> dict[str, Tensor]:

@@ -1,0 +1,130 @@
+"""What compressed-tensors' ``quantization_config`` says of each linear."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qtool.core.schemes import ActivationScheme, Fp8Scheme, IntScheme, LinearScheme, WeightScheme
+from qtool.errors import QtoolError
+
+PACKED = "pack-quantized"
+PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
+"""Names of one layout: codes in int8 or float8, each in an element of its own."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A config group: the linears that it targets, their scheme, and the layout they are stored in."""
+
+    targets: tuple[str, ...]
+    scheme: LinearScheme
+    layout: str
+    reordered: bool
+    """Groups of inputs are given by a stored g_idx."""
+
+
+@dataclass(frozen=True)
+class ConfigGroups:
+    """The groups of one config, and the linears that none of them applies to."""
+
+    groups: tuple[Group, ...]
+    ignore: tuple[str, ...]
+
+    def find(self, module: str) -> Group | None:
+        """The group of a linear; targets that name it go before patterns, and these before ``Linear``."""
+        if any(_rank(target, module) is not None for target in self.ignore):
+            return None
+        ranked = [
+            (rank, index)
+            for index, group in enumerate(self.groups)
+            for target in group.targets
+            if (rank := _rank(target, module)) is not None
+        ]
+        return self.groups[min(ranked)[1]] if ranked else None
+
+
+def _rank(target: str, module: str) -> int | None:
+    """How exactly a target means a linear, 0 most; None: not at all."""
+    if target == module:
+        return 0
+    if target.startswith("re:"):
+        return 1 if re.match(target[3:], module) else None
+    return 2 if target == "Linear" else None
+
+
+def read_groups(config: Mapping[str, Any], where: str) -> ConfigGroups:
+    """Read a ``quantization_config``; `where` names the file in errors.
+
+    Raises QtoolError for anything that changes the numbers and is not supported.
+    """
+    for field in ("kv_cache_scheme", "transform_config"):
+        if config.get(field):
+            raise QtoolError(f"{where}: quantization_config.{field} is not supported; wanted none")
+    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise QtoolError(
+            f"{where}: quantization_config.sparsity_config is not supported; wanted dense weights"
+        )
+    return ConfigGroups(
+        tuple(
+            _group(group, config.get("format"), f"{where}: quantization_config.config_groups.{name}")
+            for name, group in config.get("config_groups", {}).items()
+        ),
+        tuple(config.get("ignore") or ()),
+    )
+
+
+def _group(group: Mapping[str, Any], layout: str | None, where: str) -> Group:
+    layout = group.get("format") or layout
+    if layout not in (PACKED, *PLAIN):
+        raise QtoolError(
+            f"{where}: format {layout!r} is not supported; wanted one of {', '.join((PACKED, *PLAIN))}"
+        )
+    if group.get("output_activations"):
+        raise QtoolError(f"{where}: quantized output_activations are not supported")
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    scheme = LinearScheme(_weights(weights, where), _activations(inputs, where) if inputs else None)
+    if layout == PACKED and not isinstance(scheme.weight, IntScheme):
+        raise QtoolError(f"{where}: format {layout!r} holds integers, not {scheme.weight}")
+    return Group(
+        tuple(group.get("targets") or ()), scheme, layout, weights.get("actorder") in ("group", "dynamic")
+    )
+
+
+def _weights(args: Mapping[str, Any], where: str) -> WeightScheme:
+    bits, kind, strategy = args.get("num_bits"), args.get("type"), args.get("strategy")
+    symmetric, size = bool(args.get("symmetric", True)), args.get("group_size")
+    if (
+        kind == "int"
+        and isinstance(bits, int)
+        and 2 <= bits <= 8
+        and strategy in ("group", "channel", "tensor")
+    ):
+        return IntScheme(bits, size if strategy == "group" else None, symmetric)
+    if kind == "float" and bits == 8 and symmetric:
+        rows, columns = args.get("block_structure") or (None, None)
+        blocks = {"tensor": (None, None), "channel": (1, None), "group": (1, size), "block": (rows, columns)}
+        if strategy in blocks:
+            return Fp8Scheme(*blocks[strategy])
+    raise QtoolError(
+        f"{where}: weights {_said(args)} are not supported; wanted integers of 2 to 8 bits in groups, "
+        "channels or one tensor, or symmetric fp8, with blocks as well"
+    )
+
+
+def _activations(args: Mapping[str, Any], where: str) -> ActivationScheme:
+    kind, strategy, dynamic = args.get("type"), args.get("strategy"), args.get("dynamic")
+    symmetric = bool(args.get("symmetric", True))
+    runs = (dynamic is True and strategy in ("token", "group")) or (dynamic is False and strategy == "tensor")
+    if args.get("num_bits") == 8 and runs and (kind == "int" or (kind == "float" and symmetric)):
+        size = args.get("group_size") if strategy == "group" else None
+        return ActivationScheme("int8" if kind == "int" else "fp8", bool(dynamic), symmetric, size)
+    raise QtoolError(
+        f"{where}: input_activations {_said(args)} are not supported; wanted int8 or symmetric fp8, static "
+        "with one scale or dynamic per token (a dynamic scale for all tokens would depend on what else runs)"
+    )
+
+
+def _said(args: Mapping[str, Any]) -> str:
+    fields = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic")
+    return str({field: args[field] for field in fields if args.get(field) is not None})
