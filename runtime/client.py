@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from qtool.errors import QtoolError
 from qtool.runtime.detokenize import TextStream
 from qtool.runtime.engines.contract import Engine
+from qtool.runtime.failures import GenerationError
 from qtool.runtime.logprobs import TokenLogprobs
 from qtool.runtime.loop import EngineLoop, Output
 from qtool.runtime.request import FinishReason, RequestOptions, SamplingParams
@@ -14,10 +14,6 @@ from qtool.runtime.scheduler import SchedulerConfig
 from qtool.runtime.tokenizer import Tokenizer
 
 _DEFAULTS = RequestOptions()
-
-
-class GenerationError(QtoolError):
-    """A request failed after it was admitted: the engine did, or was stopped."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +111,7 @@ class Client:
 
 def _next_piece(index: int, stream: TextStream, output: Output, stop_token_ids: frozenset[int]) -> Piece:
     if output.token is None:
-        raise GenerationError(output.error or "the request failed")
+        raise output.error or GenerationError("the request failed")
     reason = output.finish_reason
     # A token that ends the sequence is no text; the last one that a grammar allows is.
     text = "" if reason == "stop" and output.token in stop_token_ids else stream.push(output.token)

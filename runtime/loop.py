@@ -3,26 +3,29 @@
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import numpy as np
 
-from qtool.errors import QtoolError
 from qtool.runtime.blocks import BlockManager
 from qtool.runtime.engines.contract import Engine, Floats, Step
+from qtool.runtime.events import Event, Observer, SequenceDone, StepDone
+from qtool.runtime.failures import GenerationError, NotAdmittingError, OverloadedError
 from qtool.runtime.logprobs import TokenLogprobs
 from qtool.runtime.next_token import NextToken, next_tokens, report_prompts
 from qtool.runtime.request import FinishReason, RequestOptions, SamplingParams, SequenceState
 from qtool.runtime.scheduler import Chunk, Scheduler, SchedulerConfig
+from qtool.runtime.slo import Pacer
+from qtool.runtime.steptime import StepTimeModel
+from qtool.runtime.sweep import measure_step_times
 
 _log = logging.getLogger(__name__)
 _DEFAULTS = RequestOptions()
-
-
-class NotAdmittingError(QtoolError):
-    """The loop takes no new requests: it is draining, has stopped or its engine failed."""
+_UNNUMBERED = -1
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Output:
     token: int | None
     """The new token; None when the request failed. An end-of-sequence token comes with reason "stop"."""
     finish_reason: FinishReason | None = None
-    error: str | None = None
+    error: NotAdmittingError | GenerationError | None = None
     """Why the request failed. No output follows one with an error or a finish reason."""
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -44,38 +47,60 @@ class Output:
 
 @dataclass(frozen=True)
 class LoopStats:
-    """Counts at one moment."""
+    """Counts: of this moment up to the free blocks, then since the start."""
 
     num_running: int
     num_waiting: int
+    num_blocks: int
     num_free_blocks: int
     num_preemptions: int
     num_hit_tokens: int
+    """Prompt tokens that the prefix cache held, of `num_queried_tokens` in all."""
     num_queried_tokens: int
+    num_refused: int
+    """Requests that were refused because of load."""
+    num_steps: int
+    num_computed_tokens: int
+    num_generated_tokens: int
 
 
 class EngineLoop:
     """Serves requests on one engine, in its own thread; `submit` and the rest may be called from any.
 
     `deliver` is called in that thread with the outputs of each step; it must be quick and must not raise.
+    With an objective (`SchedulerConfig.slo`) some steps are run and timed when the loop is made.
     """
 
     def __init__(
-        self, engine: Engine, config: SchedulerConfig, deliver: Callable[[Sequence[Output]], None]
+        self,
+        engine: Engine,
+        config: SchedulerConfig,
+        deliver: Callable[[Sequence[Output]], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._deliver = deliver
+        self._clock = clock
         blocks = BlockManager(engine.num_blocks, engine.block_size)
         self.scheduler = Scheduler(config, blocks, engine.max_context)
         """To be changed by the loop's thread alone."""
+        if config.slo is not None:
+            model = StepTimeModel(measure_step_times(engine, config))
+            self.scheduler.pacer = Pacer(config.slo, model)
+        self.observers: list[Observer] = []
+        """Called with every event in the loop's thread; must be quick and must not raise."""
         self._sequences: dict[int, SequenceState] = {}
         self._ids = itertools.count()
         self._inbox: SimpleQueue[SequenceState | int | None] = SimpleQueue()
         """New sequences, ids to cancel, and None to wake up the thread."""
         self._lock = threading.Lock()
+        self._num_unfinished = 0
         self.refusal: str | None = None
         """Why new requests are not admitted: None while they are. Changed under the lock, so that none slips
         in behind the last."""
+        self.failure: Exception | None = None
+        """What the engine died of. The process should end then, and be started again."""
+        self._num_refused = self._num_steps = self._num_computed = self._num_generated = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="qtool-engine-loop", daemon=True)
 
@@ -94,24 +119,31 @@ class EngineLoop:
         params.refuse_tokens_outside(self._engine.vocab_size)
         for prompt in prompts:
             self.scheduler.refuse_misfit(len(prompt), params)
+        sequences = [sequence for prompt in prompts for sequence in self._choices(prompt, params, options)]
+        lengths = [len(prompt) for prompt in prompts]
         with self._lock:
             if self.refusal is not None:
                 raise NotAdmittingError(self.refusal)
-            sequences = [
-                sequence for prompt in prompts for sequence in self._choices(prompt, params, options)
-            ]
+            try:
+                self.scheduler.refuse_overload(self._num_unfinished, lengths, params.n)
+            except OverloadedError:
+                self._num_refused += 1
+                raise
+            self._num_unfinished += len(sequences)
             for sequence in sequences:
+                sequence.id = next(self._ids)
                 self._inbox.put(sequence)
         return [sequence.id for sequence in sequences]
 
     def _choices(
         self, prompt: Sequence[int], params: SamplingParams, options: RequestOptions
     ) -> Iterator[SequenceState]:
-        first = SequenceState(next(self._ids), list(prompt), params, options)
+        now = self._clock()
+        first = SequenceState(_UNNUMBERED, list(prompt), params, options, arrived=now)
         yield first
         others = replace(params, prompt_logprobs=None)
         for choice in range(1, params.n):
-            yield SequenceState(next(self._ids), list(prompt), others, options, first, choice)
+            yield SequenceState(_UNNUMBERED, list(prompt), others, options, first, choice, now)
 
     def cancel(self, request_id: int) -> None:
         """Drop a request before the next step; its outputs end without a last one. Ended ones are ignored."""
@@ -137,10 +169,15 @@ class EngineLoop:
         return LoopStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
+            num_blocks=scheduler.blocks.num_blocks,
             num_free_blocks=scheduler.blocks.num_free,
             num_preemptions=scheduler.num_preemptions,
             num_hit_tokens=scheduler.num_hit_tokens,
             num_queried_tokens=scheduler.num_queried_tokens,
+            num_refused=self._num_refused,
+            num_steps=self._num_steps,
+            num_computed_tokens=self._num_computed,
+            num_generated_tokens=self._num_generated,
         )
 
     def receive(self, wait: bool = True) -> bool:
@@ -155,18 +192,54 @@ class EngineLoop:
             if self._stopping:
                 return False
             if self._sequences:
-                return True
-            if not wait or (self.refusal is not None and self._inbox.empty()):
+                if not wait or self.scheduler.running or not (pause := self._pause()):
+                    return True
+            elif not wait or (self.refusal is not None and self._inbox.empty()):
                 return False
-            self._accept(self._inbox.get())
+            else:
+                pause = None
+            with suppress(Empty):
+                self._accept(self._inbox.get(timeout=pause))
+
+    def _pause(self) -> float:
+        """Seconds until waiting sequences start, where none runs."""
+        start = None if self.refusal is not None else self.scheduler.gathering_until()
+        return 0.0 if start is None else max(start - self._clock(), 0.0)
 
     def step(self) -> list[Output]:
         """Schedule, run, commit. Called by the thread; by hand only where no thread was started."""
-        plan = self.scheduler.schedule()
+        start = self._clock()
+        outputs = self._end_late(start)
+        plan = self.scheduler.schedule(start, gather=self.refusal is None)
+        if not plan.chunks:
+            return outputs
+        load = plan.load()
         for source, target in plan.copies:
             self._engine.copy_block(source, target)
+        before = self._clock()
         logits = self._engine.run(build_step(plan.chunks))
-        return self._commit(plan.chunks, logits)
+        after = self._clock()
+        outputs += self._commit(plan.chunks, logits)
+        seconds = self._clock() - start
+        self._num_steps += 1
+        self._num_computed += load.tokens
+        if self.scheduler.pacer is not None:
+            self.scheduler.pacer.model.update(load, seconds * 1000)
+        self._tell(StepDone(seconds, after - before, load))
+        return outputs
+
+    def _end_late(self, now: float) -> list[Output]:
+        """Give up what is out of time."""
+        outputs = []
+        for sequence, error in self.scheduler.late(now):
+            self._num_refused += isinstance(error, OverloadedError)
+            self._forget(sequence)
+            outputs.append(Output(sequence.id, None, error=error))
+        return outputs
+
+    def _tell(self, event: Event) -> None:
+        for observer in self.observers:
+            observer(event)
 
     def _commit(self, chunks: Sequence[Chunk], logits: Floats) -> list[Output]:
         """Count what was computed, append a token where a sequence's end was reached, drop what ended."""
@@ -187,21 +260,26 @@ class EngineLoop:
     def _append(self, sequence: SequenceState, chosen: NextToken) -> Output:
         if chosen.token is None:
             self._forget(sequence)
-            return Output(sequence.id, None, error=chosen.error)
+            return Output(sequence.id, None, error=GenerationError(str(chosen.error)))
+        now = self._clock()
         sequence.tokens.append(chosen.token)
+        self._num_generated += 1
+        if sequence.first_token is None:
+            sequence.first_token = now
         reason = sequence.finish_reason()
         prompt_logprobs = None
         if sequence.num_generated == 1 and sequence.params.prompt_logprobs is not None:
             prompt_logprobs = tuple(sequence.prompt_logprobs)
         if reason is not None:
             self._forget(sequence)
+            self._tell(SequenceDone.of(sequence, reason, now))
         return Output(
             sequence.id,
             chosen.token,
             reason,
             logprobs=chosen.logprobs,
             prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=sequence.num_cached or 0,
+            num_cached_tokens=sequence.num_cached,
         )
 
     def _work(self) -> None:
@@ -212,6 +290,7 @@ class EngineLoop:
                     self._deliver(outputs)
         except Exception as error:
             _log.exception("the engine loop ends")
+            self.failure = error
             failure = f"the engine failed: {type(error).__name__}: {error}"
             self._refuse(failure)
             self._fail_all(failure)
@@ -228,6 +307,8 @@ class EngineLoop:
     def _forget(self, sequence: SequenceState) -> None:
         self.scheduler.remove(sequence)
         del self._sequences[sequence.id]
+        with self._lock:
+            self._num_unfinished -= 1
 
     def _refuse(self, reason: str) -> None:
         with self._lock:
@@ -242,7 +323,7 @@ class EngineLoop:
         for sequence in left:
             self._forget(sequence)
         if left:
-            self._deliver([Output(sequence.id, None, error=error) for sequence in left])
+            self._deliver([Output(sequence.id, None, error=GenerationError(error)) for sequence in left])
 
 
 def build_step(chunks: Sequence[Chunk]) -> Step:

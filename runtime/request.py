@@ -156,6 +156,12 @@ class RequestOptions:
     """Requests share computed prefixes only with those of the same salt."""
     priority: int = 0
     """Lower runs first, and gives up its place last; those of one priority go by arrival."""
+    timeout_s: float | None = None
+    """Seconds after which the request is given up if it is not complete."""
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+            raise ParameterError("timeout", f"must be finite and above 0 seconds, got {self.timeout_s}")
 
 
 @dataclass(eq=False)
@@ -171,12 +177,18 @@ class SequenceState:
     sibling: "SequenceState | None" = None
     """The first choice of the same prompt, whose computed prompt the other choices take over."""
     choice: int = 0
+    arrived: float = 0.0
+    """On the loop's clock, seconds, as the next two."""
+    started: float | None = None
+    """When it first ran; None before."""
+    first_token: float | None = None
+    """When its answer's first token was there; None before."""
     constraint: TokenConstraint | None = field(init=False)
     num_prompt: int = field(init=False)
     num_computed: int = 0
     """Leading tokens whose keys and values are in the pool."""
-    num_cached: int | None = None
-    """Tokens of the prompt that the prefix cache held when the sequence was first admitted; None before."""
+    num_cached: int = 0
+    """Tokens of the prompt that the prefix cache held when the sequence first ran."""
     num_published: int = 0
     """Leading blocks of the table that the prefix cache knows of."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -190,6 +202,17 @@ class SequenceState:
         self.num_prompt = len(self.tokens)
         self.generator = self.params.generator(self.choice)
         self.constraint = None if self.options.constraint is None else self.options.constraint()
+
+    @property
+    def deadline(self) -> float | None:
+        """On the loop's clock; None without a limit."""
+        timeout_s = self.options.timeout_s
+        return None if timeout_s is None else self.arrived + timeout_s
+
+    @property
+    def was_admitted(self) -> bool:
+        """Whether it has run, even if it waits again."""
+        return self.started is not None
 
     @property
     def num_uncomputed(self) -> int:

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 from qtool.errors import UsageError
 from qtool.runtime.blocks import BlockManager
+from qtool.runtime.failures import DeadlineExceededError, GenerationError, OverloadedError
 from qtool.runtime.request import ParameterError, SamplingParams, SequenceState
+from qtool.runtime.slo import Pacer, Slo
+from qtool.runtime.steptime import StepLoad
 
 _PROMPT_LOGITS_A_STEP = 256
 """Rows of logits of prompts' tokens: with a vocabulary of 150,000 they take 150 MB."""
+_NOTHING = StepLoad()
 _MAX_PROMPT_LOGPROBS = 200_000
 """What a request may make a response report: some 15 MB of JSON."""
 
@@ -24,6 +28,12 @@ class SchedulerConfig:
     """Tokens that one step computes. A smaller number makes prompts wait longer, and answers stall less."""
     prefix_caching: bool = True
     """Whether prompts that begin as an earlier one did take over its blocks."""
+    max_queue: int = 1024
+    """Sequences that may wait beside those that run; more are refused, so that none waits without end."""
+    batch_wait_ms: float = 0.0
+    """How long a sequence waits for others to start with. More makes batches fuller and answers later."""
+    slo: Slo | None = None
+    """What requests are promised; sizes chunks and the batch below the limits above."""
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -33,6 +43,10 @@ class SchedulerConfig:
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs "
                 f"{self.max_num_seqs}: a step could not decode every running sequence; raise it or run fewer"
             )
+        if self.max_queue < 0:
+            raise UsageError(f"max_queue must be at least 0, got {self.max_queue}")
+        if not 0 <= self.batch_wait_ms < float("inf"):
+            raise UsageError(f"batch_wait_ms must be finite and at least 0, got {self.batch_wait_ms}")
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,13 @@ class Plan:
     copies: list[tuple[int, int]]
     """Source and target blocks. A source may be free already, so nothing may be written before."""
 
+    def load(self) -> StepLoad:
+        """What the step computes, before it is committed."""
+        load = StepLoad()
+        for chunk in self.chunks:
+            load = load.plus(chunk.sequence.num_computed, chunk.num_new)
+        return load
+
 
 @dataclass(frozen=True)
 class _Prefix:
@@ -70,6 +91,8 @@ class _Prefix:
 
     blocks: Sequence[int]
     num_tokens: int
+    cached: bool = False
+    """Whether the cache was asked for them."""
 
 
 @dataclass
@@ -77,7 +100,23 @@ class _Budget:
     """What a step may still compute."""
 
     tokens: int
+    pacer: Pacer | None
+    load: StepLoad = _NOTHING
+    """Of sequences that decode, planned or still to be planned, and of planned chunks."""
+    decodes: bool = False
     prompt_logits: int = _PROMPT_LOGITS_A_STEP
+
+    @property
+    def paced_load(self) -> StepLoad:
+        """What a step's time is counted from: nothing while no sequence decodes, which alone is paced."""
+        return self.load if self.decodes else _NOTHING
+
+    def reserve(self, running: Sequence[SequenceState]) -> None:
+        """Count the sequences that decode, before what else fits is known."""
+        for sequence in running:
+            if sequence.num_uncomputed == 1:
+                self.load = self.load.plus(sequence.num_computed, 1)
+                self.decodes = True
 
     def give(self, plan: Plan, sequence: SequenceState, reserved: int = 0) -> None:
         """Plan as much of a sequence as the budget allows, `reserved` tokens left for others."""
@@ -85,6 +124,10 @@ class _Budget:
         if sequence.wants_prompt_logits:
             num_new = min(num_new, self.prompt_logits)
             self.prompt_logits -= num_new
+        if sequence.num_uncomputed > 1 and self.pacer is not None:
+            if self.decodes:
+                num_new = self.pacer.chunk_limit(self.load, sequence.num_computed, num_new)
+            self.load = self.load.plus(sequence.num_computed, num_new)
         if num_new:
             plan.chunks.append(Chunk(sequence, num_new))
             self.tokens -= num_new
@@ -117,6 +160,10 @@ class Scheduler:
         self.num_hit_tokens = 0
         """Prompt tokens that the prefix cache held, of `num_queried_tokens` in all."""
         self.num_queried_tokens = 0
+        self._timed: dict[int, SequenceState] = {}
+        """Those with a deadline."""
+        self.pacer: Pacer | None = None
+        """Keeps the objectives; None while there is none, or no step time is known."""
 
     @property
     def max_tokens_per_sequence(self) -> int:
@@ -153,14 +200,79 @@ class Scheduler:
         """Let a new sequence wait for its turn. Raises ParameterError when it can never fit."""
         self.refuse_misfit(sequence.num_prompt, sequence.params)
         insort(self.waiting, sequence, key=_rank)
+        if sequence.deadline is not None:
+            self._timed[sequence.id] = sequence
 
-    def schedule(self) -> Plan:
-        """The next step; without chunks only when no sequence is left.
+    def refuse_overload(self, num_unfinished: int, prompts: Sequence[int], n: int) -> None:
+        """Raise OverloadedError when `n` answers to prompts of these lengths can't be taken on now.
+
+        `num_unfinished` sequences are in the house. Reads what the loop's thread writes, from any thread: an
+        estimate may be a step old.
+        """
+        count, limit = len(prompts) * n, self.config.max_num_seqs + self.config.max_queue
+        if count > limit:
+            raise ParameterError("n", f"asks for {count} answers at once, and the server takes {limit}")
+        if num_unfinished + count > limit:
+            raise OverloadedError(
+                f"the queue is full: {num_unfinished} answers are under way, and the server takes {limit}; "
+                "try again soon",
+                retry_after_s=1,
+            )
+        pacer = self.pacer
+        if pacer is None or pacer.slo.ttft_ms is None or pacer.slo.policy != "reject":
+            return
+        expected_ms = pacer.expected_ttft_ms(
+            sum(prompts),
+            list(self.running),
+            list(self.waiting),
+            self.config.max_num_seqs,
+            self.config.max_num_batched_tokens,
+        )
+        if expected_ms > pacer.slo.ttft_ms:
+            raise OverloadedError(
+                f"the first token would take {expected_ms:.0f} ms, and {pacer.slo.ttft_ms:.0f} ms are "
+                "promised; try again later",
+                retry_after_s=(expected_ms - pacer.slo.ttft_ms) / 1000,
+            )
+
+    def late(self, now: float) -> list[tuple[SequenceState, GenerationError | OverloadedError]]:
+        """Sequences that are out of time, and why: their own limit passed, or the promised TTFT did before
+        they were started and the policy is to refuse."""
+        found: list[tuple[SequenceState, GenerationError | OverloadedError]] = []
+        for sequence in self._timed.values():
+            if sequence.deadline is not None and now >= sequence.deadline:
+                limit = f"{sequence.options.timeout_s} s, the request's own limit"
+                found.append((sequence, DeadlineExceededError(f"the answer is not complete after {limit}")))
+        slo = self.config.slo
+        if slo is None or slo.policy != "reject" or slo.ttft_ms is None:
+            return found
+        for sequence in self.waiting:
+            if not sequence.was_admitted and now >= sequence.arrived + slo.ttft_ms / 1000:
+                limit = f"within the promised {slo.ttft_ms:.0f} ms"
+                error = OverloadedError(f"the request could not be started {limit}; try again later", 1)
+                found.append((sequence, error))
+        return found
+
+    def gathering_until(self) -> float | None:
+        """When waiting sequences start at the latest, None when they may at once.
+
+        They wait for company, for `batch_wait_ms` after the first one's arrival, while places are free.
+        """
+        places = self.config.max_num_seqs - len(self.running)
+        if not self.config.batch_wait_ms or not 0 < len(self.waiting) < places:
+            return None
+        if any(sequence.was_admitted for sequence in self.waiting):
+            return None
+        return min(sequence.arrived for sequence in self.waiting) + self.config.batch_wait_ms / 1000
+
+    def schedule(self, now: float = 0.0, *, gather: bool = True) -> Plan:
+        """The next step; without chunks when no sequence is left, or while all gather.
 
         Blocks are taken here; the caller runs the step and then calls `commit`.
         """
         plan = Plan([], [])
-        budget = _Budget(self.config.max_num_batched_tokens)
+        budget = _Budget(self.config.max_num_batched_tokens, self.pacer)
+        budget.reserve(self.running if self.pacer is not None else ())
         preempted = False
         place = 0
         while budget.tokens and place < len(self.running):
@@ -175,8 +287,9 @@ class Scheduler:
                 reserved = sum(other.num_uncomputed == 1 for other in self.running[place:])
             budget.give(plan, sequence, reserved)
         # What was just given up would be taken back at once, and computed again for nothing.
-        if not preempted:
-            self._admit(plan, budget)
+        start = self.gathering_until() if gather else None
+        if not preempted and (start is None or now >= start):
+            self._admit(plan, budget, now)
         return plan
 
     def commit(self, chunks: Sequence[Chunk]) -> None:
@@ -198,9 +311,12 @@ class Scheduler:
     def remove(self, sequence: SequenceState) -> None:
         """Forget a sequence that ended, was cancelled or failed; its blocks are free again."""
         self.blocks.free(sequence.block_table)
+        self._timed.pop(sequence.id, None)
         (self.running if sequence in self.running else self.waiting).remove(sequence)
+        if self.pacer is not None and sequence.num_generated:
+            self.pacer.ended(sequence)
 
-    def _admit(self, plan: Plan, budget: _Budget) -> None:
+    def _admit(self, plan: Plan, budget: _Budget, now: float) -> None:
         """Start waiting sequences while budget, places and blocks last."""
         place = 0
         while budget.tokens and place < len(self.waiting) and len(self.running) < self.config.max_num_seqs:
@@ -208,10 +324,18 @@ class Scheduler:
             if self._sibling_computes_prompt(sequence):
                 place += 1
                 continue
+            if self.pacer is not None and not self.pacer.admits(self.running, sequence, budget.paced_load):
+                break
             prefix = self._computed_prefix(sequence)
             if not self._take_blocks(sequence, prefix, plan):
                 break
             self.running.append(self.waiting.pop(place))
+            if sequence.started is None:
+                sequence.started = now
+                if prefix.cached:
+                    sequence.num_cached = prefix.num_tokens
+                    self.num_hit_tokens += prefix.num_tokens
+                    self.num_queried_tokens += sequence.num_prompt
             budget.give(plan, sequence)
         self.running.sort(key=_rank)
 
@@ -231,11 +355,7 @@ class Scheduler:
         if self.config.prefix_caching:
             found = self.blocks.find_prefix(sequence.tokens, sequence.block_keys, sequence.options.cache_salt)
         num_hit = min(len(found) * self.blocks.block_size, limit)
-        if sequence.num_cached is None:
-            sequence.num_cached = num_hit
-            self.num_hit_tokens += num_hit
-            self.num_queried_tokens += sequence.num_prompt
-        return _Prefix(found, num_hit)
+        return _Prefix(found, num_hit, cached=True)
 
     def _take_blocks(self, sequence: SequenceState, prefix: _Prefix, plan: Plan) -> bool:
         """Give a sequence its blocks, whole ones of the prefix shared; False when blocks lack."""

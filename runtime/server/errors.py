@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from qtool.errors import QtoolError, UsageError
-from qtool.runtime.loop import NotAdmittingError
+from qtool.runtime.failures import NotAdmittingError
 from qtool.runtime.request import ParameterError
 
 _RETRY_AFTER_S = "1"

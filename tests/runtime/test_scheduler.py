@@ -10,6 +10,8 @@ from qtool.errors import UsageError
 from qtool.runtime.blocks import BlockManager
 from qtool.runtime.request import ParameterError, RequestOptions, SamplingParams, SequenceState
 from qtool.runtime.scheduler import Chunk, Plan, Scheduler, SchedulerConfig
+from qtool.runtime.slo import Pacer, Slo
+from qtool.runtime.steptime import StepLoad, StepTimeModel
 
 
 def make(num_blocks: int = 8, block_size: int = 4, seqs: int = 4, budget: int = 16) -> Scheduler:
@@ -165,6 +167,7 @@ class Pool:
     seqs=st.integers(1, 5),
     spare_budget=st.integers(0, 12),
     prefix_caching=st.booleans(),
+    tpot_ms=st.sampled_from([None, 0.1, 3.0]),
 )
 def test_every_request_ends_blocks_add_up_and_limits_hold(
     requests: list[Arrival],
@@ -174,9 +177,13 @@ def test_every_request_ends_blocks_add_up_and_limits_hold(
     seqs: int,
     spare_budget: int,
     prefix_caching: bool,
+    tpot_ms: float | None,
 ) -> None:
     blocks = BlockManager(num_blocks, block_size)
     scheduler = Scheduler(SchedulerConfig(seqs, seqs + spare_budget, prefix_caching), blocks, max_context=64)
+    if tpot_ms is not None:
+        sweep = [(StepLoad(tokens, tokens, 1), 1 + 0.2 * tokens) for tokens in (1, 4, 16)]
+        scheduler.pacer = Pacer(Slo(tpot_ms=tpot_ms), StepTimeModel(sweep))
     pool = Pool(blocks)
     pending: list[tuple[int, SequenceState]] = []
     clock = 0
