@@ -39,6 +39,7 @@ import onnx
 import torch
 from onnx import TensorProto
 
+from qtool.compile.backends.onnx_activation import fake_quantize
 from qtool.compile.backends.onnx_graph import Graph, Tensor
 from qtool.compile.codes import code_bytes
 from qtool.compile.config import DecoderConfig
@@ -47,7 +48,7 @@ from qtool.compile.rope import Rope
 from qtool.compile.stack import alike, stack
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
-from qtool.core.qtensor import Linear, QuantizedTensor
+from qtool.core.qtensor import Fp8Tensor, Linear, QuantizedTensor
 from qtool.errors import QtoolError
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
@@ -140,17 +141,24 @@ class Onnx:
         return Rows(self._graph.node("Gather", rows, self._logit_rows, axis=0), x.features)
 
     def _linear(self, x: Rows, linear: Linear) -> Rows:
-        weight = linear.weight
+        weight, inputs = linear.weight, x.name
+        if linear.activation is not None:
+            inputs = fake_quantize(self._graph, inputs, linear.activation)
+        if linear.order is not None:
+            order = self._graph.integers(*linear.order.tolist())
+            inputs = self._graph.node("Gather", inputs, order, axis=-1)
         if self._table is not None and weight is self._table[0]:  # a tied head, stored once
-            product = self._graph.node("Gemm", x.name, self._table[1], transB=1)
+            product = self._graph.node("Gemm", inputs, self._table[1], transB=1)
         else:
-            product = self._graph.node("MatMul", x.name, self._matrix(weight))
+            product = self._graph.node("MatMul", inputs, self._matrix(weight))
         if linear.bias is not None:
             product = self._graph.node("Add", product, self._dense("bias", linear.bias))
         return Rows(product, weight.shape[0])
 
-    def _matrix(self, weight: torch.Tensor | QuantizedTensor) -> str:
+    def _matrix(self, weight: torch.Tensor | QuantizedTensor | Fp8Tensor) -> str:
         """A weight [N, K] as the right side of a product, [K, N]: dense, or (codes - zero_point) * scale."""
+        if isinstance(weight, Fp8Tensor):
+            return self._fp8(weight)
         if not isinstance(weight, QuantizedTensor):
             return self._dense("linear", weight.T)
         in_features, groups = weight.shape[1], weight.scale.shape[1]
@@ -165,6 +173,19 @@ class Onnx:
             zero_point = weight.zero_point.T if blocked else weight.zero_point[:, 0]
             inputs.append(self._graph.weight("zero_point", _codes(zero_point, weight)))
         return self._graph.node("DequantizeLinear", *inputs, **layout)
+
+    def _fp8(self, weight: Fp8Tensor) -> str:
+        columns, in_features = weight.scheme.columns, weight.shape[1]
+        scale, raw = weight.by_row().scale.float(), weight.codes.T.contiguous().view(torch.uint8).numpy()
+        codes = Tensor(raw.reshape(-1), TensorProto.FLOAT8E4M3FN, weight.codes.T.shape)
+        layout = {"axis": 1} if columns is None else {"axis": 0, "block_size": min(columns, in_features)}
+        factor = scale[:, 0] if columns is None else scale.T
+        return self._graph.node(
+            "DequantizeLinear",
+            self._graph.weight("codes", codes),
+            self._graph.weight("scale", _floats(self._rounded(factor))),
+            **layout,
+        )
 
     def _dense(self, name: str, tensor: torch.Tensor) -> str:
         """A floating point tensor in the type that the graph computes in, stored in its own."""

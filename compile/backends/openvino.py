@@ -18,6 +18,7 @@ from openvino import opset13 as ops
 from openvino.op import Parameter, _PagedAttentionExtension
 from torch import Tensor
 
+from qtool.compile.backends.openvino_activation import fake_quantize
 from qtool.compile.codes import code_bytes
 from qtool.compile.config import DecoderConfig
 from qtool.compile.decoder import Attention, Weights, decode
@@ -25,7 +26,7 @@ from qtool.compile.rope import Rope
 from qtool.compile.stack import alike, stack
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
-from qtool.core.qtensor import Linear, QuantizedTensor
+from qtool.core.qtensor import Fp8Tensor, Linear, QuantizedTensor
 
 MODEL = "model.xml"
 Node: TypeAlias = ov.Output
@@ -143,8 +144,14 @@ class OpenVino:
 
     def _linear(self, x: Node, linear: Linear) -> Node:
         weight = linear.weight
+        if linear.activation is not None:
+            x = fake_quantize(x, linear.activation)
+        if linear.order is not None:
+            x = ops.gather(x, _integers(linear.order.tolist()), _integers(1)).output(0)
         if isinstance(weight, QuantizedTensor):
             matrix = _dequantized(weight)
+        elif isinstance(weight, Fp8Tensor):
+            matrix = _dequantized_fp8(weight)
         elif self._table is not None and weight is self._table[0]:
             matrix = _float32(self._table[1])
         else:
@@ -187,6 +194,13 @@ def _dequantized(weight: QuantizedTensor) -> Node:
         zero_point = weight.zero_point.repeat_interleave(repeats, 1)[..., None]
         codes = ops.subtract(codes, _codes(zero_point, weight)).output(0)
     return _reshape(ops.multiply(codes, _constant(scale)).output(0), [out_features, in_features])
+
+
+def _dequantized_fp8(weight: Fp8Tensor) -> Node:
+    """``code * scale`` [N, K]."""
+    raw = weight.codes.contiguous().view(torch.uint8).numpy()
+    codes = ops.convert(_from_bytes(raw, list(weight.shape), ov.Type.f8e4m3), ov.Type.f32)
+    return ops.multiply(codes, _constant(weight.scales())).output(0)
 
 
 def _safe_group(weight: QuantizedTensor) -> int:

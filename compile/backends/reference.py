@@ -75,7 +75,8 @@ class ResidentWeights:
         if module not in self._linears:
             linear = self._source.linear(module)
             bias = None if linear.bias is None else linear.bias.to(self._device, self._dtype)
-            self._linears[module] = Linear(linear.dense(self._dtype).to(self._device), bias)
+            dense = linear.dense(self._dtype).to(self._device)
+            self._linears[module] = Linear(dense, bias, activation=linear.activation)
         return self._linears[module]
 
 
@@ -89,7 +90,14 @@ class Reference:
         return table[self._batch.token_ids]
 
     def linears(self, x: Tensor, group: Sequence[Linear]) -> list[Tensor]:
-        return [F.linear(x, linear.dense(x.dtype), linear.bias) for linear in group]
+        return [
+            F.linear(
+                x if linear.activation is None else linear.activation.fake_quantize(x),
+                linear.dense(x.dtype),
+                linear.bias,
+            )
+            for linear in group
+        ]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         heads = x.view(len(x), x.shape[1] // len(weight), len(weight))

@@ -55,14 +55,18 @@ class Fp8Tensor:
         out_features, in_features = self.codes.shape
         return out_features, in_features
 
+    def by_row(self) -> "Fp8Tensor":
+        """The same weight with scales of its own for each output, so that rows can be cut and stacked."""
+        rows = self.scheme.rows or self.shape[0]
+        scale = self.scale.repeat_interleave(rows, 0)[: self.shape[0]]
+        return Fp8Tensor(self.codes, scale, Fp8Scheme(1, self.scheme.columns))
+
     def scales(self) -> Tensor:
-        """float32 scales that broadcast over the codes: [1 or N, 1 or K]."""
-        scale = self.scale.float()
-        if self.scheme.rows not in (None, 1):
-            scale = scale.repeat_interleave(self.scheme.rows, 0)[: self.shape[0]]
-        if self.scheme.columns is not None:
-            scale = scale.repeat_interleave(self.scheme.columns, 1)[:, : self.shape[1]]
-        return scale
+        """float32 scales that broadcast over the codes: [N, 1 or K]."""
+        scale = self.by_row().scale.float()
+        if self.scheme.columns is None:
+            return scale
+        return scale.repeat_interleave(self.scheme.columns, 1)[:, : self.shape[1]]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [N, K] that the codes stand for, computed in float32."""

@@ -1,0 +1,59 @@
+"""Quantized activations as nodes of an OpenVINO graph, in float32.
+
+OpenVINO's own FakeQuantize rounds to other points, and its plugin may then compute in int8 what the scales
+do not allow; these nodes give the numbers of the reference and the speed of float32.
+"""
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+from qtool.core.activation import FP8_MAX, Activation
+
+
+def fake_quantize(x: ov.Output, activation: Activation) -> ov.Output:
+    """The inputs [T, K] as the rounded ones that stand for them."""
+    scheme = activation.scheme
+    if scheme.group_size is not None:
+        groups = ops.reshape(x, _integers(0, -1, scheme.group_size), True).output(0)
+        return ops.reshape(_round(groups, activation), _integers(0, -1), True).output(0)
+    return _round(x, activation)
+
+
+def _round(x: ov.Output, activation: Activation) -> ov.Output:
+    scale, zero_point = _range(x, activation)
+    codes = ops.add(ops.divide(x, scale), zero_point)
+    if activation.scheme.kind == "fp8":
+        clamped = ops.clamp(codes, -FP8_MAX, FP8_MAX)
+        codes = ops.convert(ops.convert(clamped, ov.Type.f8e4m3), ov.Type.f32)
+    else:
+        codes = ops.round(ops.clamp(codes, -128.0, 127.0), "half_to_even")
+    return ops.multiply(ops.subtract(codes, zero_point), scale).output(0)
+
+
+def _range(x: ov.Output, activation: Activation) -> tuple[ov.Output, ov.Output]:
+    """Scale and zero point, single numbers or [T, .., 1]."""
+    if activation.scale is not None:
+        return _float(activation.scale), _float(activation.zero_point)
+    last = _integers(-1)
+    if activation.scheme.symmetric:
+        half = FP8_MAX if activation.scheme.kind == "fp8" else 127.5
+        return _positive(ops.divide(ops.reduce_max(ops.absolute(x), last, True), _float(half))), _float(0)
+    low = ops.minimum(ops.reduce_min(x, last, True), _float(0))
+    high = ops.maximum(ops.reduce_max(x, last, True), _float(0))
+    scale = _positive(ops.divide(ops.subtract(high, low), _float(255)))
+    zero_point = ops.clamp(ops.subtract(_float(-128), ops.divide(low, scale)), -128.0, 127.0)
+    return scale, ops.round(zero_point, "half_to_even").output(0)
+
+
+def _positive(scale: ov.Node) -> ov.Output:
+    """A token of zeros has no range: any scale gives zeros back."""
+    return ops.select(ops.equal(scale, _float(0)), _float(1), scale).output(0)
+
+
+def _float(value: float) -> ov.Output:
+    return ops.constant(np.float32(value)).output(0)
+
+
+def _integers(*values: int) -> ov.Output:
+    return ops.constant(np.asarray(values, dtype=np.int64)).output(0)
