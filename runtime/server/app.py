@@ -12,6 +12,7 @@ from qtool.runtime.server.errors import add_error_handlers
 from qtool.runtime.server.generation_routes import generation_routes
 from qtool.runtime.server.metrics import Metrics
 from qtool.runtime.server.middleware import KeyMiddleware, RecordMiddleware, SizeMiddleware
+from qtool.runtime.server.openapi import describe
 from qtool.runtime.server.operations import operations_routes
 from qtool.runtime.server.responses import Json
 from qtool.runtime.server.service import Service
@@ -57,6 +58,7 @@ def _routes(service: Service) -> FastAPI:
 
     for routes in (generation_routes, tokenization_routes, operations_routes):
         app.include_router(routes(service))
+    describe(app, service.model)
     return app
 
 

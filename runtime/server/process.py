@@ -47,7 +47,7 @@ def serve(
     The port is taken before `load` makes the client, in a thread of its own; until it has, everything is
     answered with 503. `ready` gets the URL then. Returns the exit code: 0, or 128 + the signal when something
     was cut short: loading, or requests by a second signal or the drain timeout. Raises what `load` raises,
-    and QtoolError for a port in use.
+    and QtoolError for a port in use or when the engine has failed, its requests having been told.
     """
     settings = settings or ServerSettings()
     with _bind(address) as listener:
@@ -98,6 +98,7 @@ class _Process:
         try:
             await self._start(at_once)
             await asyncio.wait({serving, at_once}, return_when=asyncio.FIRST_COMPLETED)
+            self._raise_failure()
             return 0 if serving.done() else 128 + self._signals[-1]
         finally:
             at_once.cancel()
@@ -111,6 +112,8 @@ class _Process:
             loading.cancel()
             return
         client = loading.result()
+        events = asyncio.get_running_loop()
+        client.loop.on_failure = lambda: events.call_soon_threadsafe(self._leave)
         client.start()
         self._app = create_app(client, self._model, self._settings)
         self._client = client
@@ -118,6 +121,18 @@ class _Process:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
+
+    def _leave(self) -> None:
+        """End once all connections have their answers."""
+        self._server.should_exit = True
+
+    def _raise_failure(self) -> None:
+        failure = None if self._client is None else self._client.loop.failure
+        if failure is not None:
+            raise QtoolError(
+                f"the engine failed ({type(failure).__name__}: {failure}); the log above says where; its requests "
+                "were told, start the server again"
+            ) from failure
 
     def _on_signal(self, number: int) -> None:
         self._signals.append(number)
