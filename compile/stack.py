@@ -1,27 +1,38 @@
 """Linears over one input as one linear, whose product is split: fewer and larger matrix products."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from qtool.core.qtensor import Linear, QuantizedTensor
+from qtool.core.qtensor import Fp8Tensor, Linear, QuantizedTensor
+from qtool.core.schemes import Fp8Scheme, IntScheme
 
 
 def alike(group: Sequence[Linear]) -> bool:
-    """Whether linears over one input can be one: all dense in one dtype, or all of one scheme."""
-    kinds = {
-        linear.weight.scheme if isinstance(linear.weight, QuantizedTensor) else linear.weight.dtype
-        for linear in group
-    }
+    """Whether linears over one input can be one: of one dtype or scheme, inputs ordered and rounded alike."""
+    kinds = {(_kind(linear.weight), linear.activation, _key(linear.order)) for linear in group}
     return len(group) > 1 and len(kinds) == 1
+
+
+def _kind(weight: Tensor | QuantizedTensor | Fp8Tensor) -> torch.dtype | IntScheme | Fp8Scheme:
+    if isinstance(weight, Tensor):
+        return weight.dtype
+    return weight.by_row().scheme if isinstance(weight, Fp8Tensor) else weight.scheme
+
+
+def _key(order: Tensor | None) -> bytes | None:
+    return None if order is None else order.numpy().tobytes()
 
 
 def stack(group: Sequence[Linear]) -> Linear:
     """One linear whose outputs are those of `group`, one after another; they have to be `alike`."""
     dense = [linear.weight for linear in group if isinstance(linear.weight, Tensor)]
-    quantized = [linear.weight for linear in group if isinstance(linear.weight, QuantizedTensor)]
-    return Linear(_stack_quantized(quantized) if quantized else torch.cat(dense), _stack_biases(group))
+    integers = [linear.weight for linear in group if isinstance(linear.weight, QuantizedTensor)]
+    fp8 = [linear.weight.by_row() for linear in group if isinstance(linear.weight, Fp8Tensor)]
+    weight = _stack_quantized(integers) if integers else _stack_fp8(fp8) if fp8 else torch.cat(dense)
+    return replace(group[0], weight=weight, bias=_stack_biases(group))
 
 
 def _stack_quantized(weights: Sequence[QuantizedTensor]) -> QuantizedTensor:
@@ -30,6 +41,14 @@ def _stack_quantized(weights: Sequence[QuantizedTensor]) -> QuantizedTensor:
         torch.cat([weight.codes for weight in weights]),
         torch.cat([weight.scale.float() for weight in weights]),
         torch.cat(zero_points) if zero_points else None,
+        weights[0].scheme,
+    )
+
+
+def _stack_fp8(weights: Sequence[Fp8Tensor]) -> Fp8Tensor:
+    return Fp8Tensor(
+        torch.cat([weight.codes for weight in weights]),
+        torch.cat([weight.scale.float() for weight in weights]),
         weights[0].scheme,
     )
 
