@@ -113,6 +113,8 @@ def compile_engine(
         write(source, config, folder, **options if takes_options else {})
         _copy_companions(checkpoint, folder)
         spec = _spec(source, config, target, kv_cache, folder)
+        if tensorrt is not None and tensorrt.max_context is not None:
+            spec = spec.model_copy(update={"max_context": min(tensorrt.max_context, config.max_context)})
         spec.save(folder)
     return spec
 

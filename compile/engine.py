@@ -19,7 +19,7 @@ class EngineSpec(BaseModel):
     architecture: str
     vocab_size: int
     max_context: int
-    """Positions that the model was made for."""
+    """Positions that the model was made for, or fewer where the engine was built for fewer."""
     block_size: int
     """Tokens a block of the KV pool holds."""
     kv_cache: str

@@ -69,6 +69,7 @@ def test_two_layers_build_for_four_gpus_in_time_for_ci(
     assert info.compute_capabilities == (80, 86, 89, 120)
     assert (spec.target, spec.kv_cache, spec.weight_bytes) == ("tensorrt-rtx", "f16", info.plan_bytes)
     assert spec.kv_bytes_per_token == LAYERS * 2 * 3 * 64 * 2
+    assert spec.max_context == info.max_context == 1024
     assert (folder / "model.plan").stat().st_size == info.plan_bytes
     assert not list(folder.glob("*.onnx*"))
     assert not list(folder.glob("build.*"))
