@@ -99,7 +99,10 @@ class EngineLoop:
         """Why new requests are not admitted: None while they are. Changed under the lock, so that none slips
         in behind the last."""
         self.failure: Exception | None = None
-        """What the engine died of. The process should end then, and be started again."""
+        """What the engine died of."""
+        self.on_failure: Callable[[], None] = _do_nothing
+        """Called in the loop's thread when the engine has died and all requests are told: the process should
+        end then, and be started again."""
         self._num_refused = self._num_steps = self._num_computed = self._num_generated = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="qtool-engine-loop", daemon=True)
@@ -294,6 +297,7 @@ class EngineLoop:
             failure = f"the engine failed: {type(error).__name__}: {error}"
             self._refuse(failure)
             self._fail_all(failure)
+            self.on_failure()
         else:
             self._fail_all("the server was stopped before the answer was complete")
 
@@ -324,6 +328,10 @@ class EngineLoop:
             self._forget(sequence)
         if left:
             self._deliver([Output(sequence.id, None, error=GenerationError(error)) for sequence in left])
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def build_step(chunks: Sequence[Chunk]) -> Step:

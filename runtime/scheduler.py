@@ -172,21 +172,9 @@ class Scheduler:
 
     def refuse_misfit(self, num_prompt: int, params: SamplingParams) -> None:
         """Raise ParameterError for a request that could never be served. Reads constants only: any thread."""
-        max_tokens = params.max_tokens
-        if num_prompt < 1:
-            raise ParameterError("prompt", "is empty; send at least one token")
-        total, limit = num_prompt + max_tokens, self.max_tokens_per_sequence
-        if total > limit:
-            cause = (
-                f"the model's context is {limit} tokens"
-                if limit == self.max_context
-                else f"the KV cache holds {limit} tokens"
-            )
-            raise ParameterError(
-                "max_tokens",
-                f"the prompt's {num_prompt} tokens and {max_tokens} more make {total}, but {cause}; shorten "
-                "the prompt or lower max_tokens",
-            )
+        limit = self.max_tokens_per_sequence
+        holder = "the model's context is" if limit == self.max_context else "the KV cache holds"
+        refuse_longer(num_prompt, params.max_tokens, limit, holder)
         if params.prompt_logprobs is not None:
             num_entries = num_prompt * (1 + params.prompt_logprobs)
             if num_entries > _MAX_PROMPT_LOGPROBS:
@@ -374,6 +362,20 @@ class Scheduler:
         sequence.num_computed = sequence.num_published = 0
         insort(self.waiting, sequence, key=_rank)
         self.num_preemptions += 1
+
+
+def refuse_longer(num_prompt: int, max_tokens: int, limit: int, holder: str) -> None:
+    """Raise ParameterError for an empty prompt, or one whose answer could get past `limit` tokens; `holder`
+    says what has that limit, as in "the model's context is"."""
+    if num_prompt < 1:
+        raise ParameterError("prompt", "is empty; send at least one token")
+    total = num_prompt + max_tokens
+    if total > limit:
+        raise ParameterError(
+            "max_tokens",
+            f"the prompt's {num_prompt} tokens and {max_tokens} more make {total}, but {holder} {limit} "
+            "tokens; shorten the prompt or lower max_tokens",
+        )
 
 
 def _rank(sequence: SequenceState) -> tuple[int, int]:

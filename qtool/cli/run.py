@@ -28,8 +28,9 @@ def run(
 
     from qtool.errors import UsageError
     from qtool.runtime.answer import answer
-    from qtool.runtime.engines import open_engine
+    from qtool.runtime.engines import max_context, open_engine
     from qtool.runtime.request import SamplingParams
+    from qtool.runtime.scheduler import refuse_longer
     from qtool.runtime.tokenizer import Tokenizer
 
     if raw and system is not None:
@@ -47,6 +48,8 @@ def run(
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
     ids = tokenizer.encode(prompt) if raw else tokenizer.encode_chat(messages)
+    # Before the pool for so many tokens is asked for.
+    refuse_longer(len(ids), max_tokens, max_context(engine), "the model's context is")
     with Console(stderr=True).status(f"loading {engine}"):
         opened = open_engine(engine, kv_cache_tokens=len(ids) + max_tokens, threads=threads)
 

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+from qtool.compile.config import read_config
 from qtool.compile.engine import ENGINE, read_spec
+from qtool.core.checkpoint import Checkpoint
 from qtool.core.lazy import load
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.runtime.engines.contract import Engine
@@ -32,3 +34,15 @@ def open_engine(path: Path, *, kv_cache_tokens: int | None = None, threads: int 
         raise UsageError(f"{path}: holds neither {ENGINE} nor config.json; wanted an engine or a checkpoint")
     engine: Engine = load(DRIVERS[target], extra=target)(path, kv_cache_tokens, threads)
     return engine
+
+
+def max_context(path: Path) -> int:
+    """Tokens that one sequence can have, read before an engine or checkpoint folder is opened.
+
+    Raises UsageError when the folder is neither.
+    """
+    if (path / ENGINE).is_file():
+        return read_spec(path).max_context
+    if (path / "config.json").is_file():
+        return read_config(Checkpoint(path).config, str(path / "config.json")).max_context
+    raise UsageError(f"{path}: holds neither {ENGINE} nor config.json; wanted an engine or a checkpoint")

@@ -47,6 +47,7 @@ def test_run_ends_at_a_stop_text(tiny: Path, capsys: pytest.CaptureFixture[str])
         (["", "--raw"], 2, "prompt: is empty"),
         (["x", "--raw", "--system", "y"], 2, "--system has no place in --raw"),
         (["x", "--max-tokens", "300"], 2, "the model's context is 256 tokens"),
+        (["x", "--max-tokens", "9" * 15], 2, "the model's context is 256 tokens"),
         (["x", "--top-p", "0"], 2, "top_p: must be above 0"),
     ],
 )
@@ -70,6 +71,8 @@ def test_serve_checks_its_settings_and_its_port_before_it_loads(
     nowhere = str(tmp_path / "nowhere")
     assert qtool("serve", nowhere, "--max-num-batched-tokens", "3") == 2
     assert "max_num_batched_tokens 3 is below max_num_seqs 64" in capsys.readouterr().err
+    assert qtool("serve", nowhere, "--slo", "tpot=5") == 2
+    assert "'tpot=5' is no objective" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert qtool("serve", nowhere, "--port", str(port)) == 1
