@@ -147,10 +147,30 @@ def _gemma3(fields: Fields, architecture: str) -> DecoderConfig:
     )
 
 
+def _phi3(fields: Fields, architecture: str) -> DecoderConfig:
+    for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
+        fields.only(name, False)
+    for name in ("interpolate_factor", "full_attn_mod"):
+        fields.only(name, 1)
+    fields.has("auto_map")  # code from before transformers had its own
+    num_heads = fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", fields.integer("hidden_size") // num_heads)
+    rope = read_rope(fields, head_dim, fields.integer("max_position_embeddings"), may_be_partial=True)
+    return _decoder(
+        fields,
+        architecture,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        ropes=(rope,) * fields.integer("num_hidden_layers"),
+        windows=_same_window(fields),
+    )
+
+
 FAMILIES: dict[str, Callable[[Fields, str], DecoderConfig]] = {
     "Gemma3ForCausalLM": _gemma3,
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
+    "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
 }
@@ -291,7 +311,9 @@ _HARMLESS = frozenset(
         "unk_token_id",
         "use_cache",
         "cache_implementation",
-        "attention_dropout",  # of training
+        "attention_dropout",  # of training, as the next two
+        "embd_pdrop",
+        "resid_pdrop",
         "initializer_range",
         "pretraining_tp",  # another order of the same sums
     }

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from qtool.compile.config import DecoderConfig
 from qtool.compile.decoder import EMBEDDING, FINAL_NORM, HEAD, linear_shapes
+from qtool.compile.layout import cut, places
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.qtensor import Linear
 from qtool.errors import QtoolError
@@ -22,7 +23,11 @@ class CheckpointWeights:
 
     def __init__(self, config: DecoderConfig, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._shapes = linear_shapes(config)
+        self._places = places(config)
+        self._shapes = {
+            self._places[name].module: (self._places[name].rows.stop, in_features)
+            for name, (_, in_features) in linear_shapes(config).items()
+        }
         self._norms = _norm_shapes(config)
         self._table = (config.vocab_size, config.hidden_size)
         self._config = config
@@ -43,18 +48,19 @@ class CheckpointWeights:
 
     def linear(self, module: str) -> Linear:
         """A linear, dense or quantized."""
-        linear = self._checkpoint.linear(module)
-        if tuple(linear.weight.shape) != self._shapes[module]:
+        place = self._places[module]
+        linear, shape = self._checkpoint.linear(place.module), self._shapes[place.module]
+        if tuple(linear.weight.shape) != shape:
             raise QtoolError(
-                f"{self._checkpoint.path}: {module} has shape {tuple(linear.weight.shape)}, "
-                f"config.json says {self._shapes[module]}"
+                f"{self._checkpoint.path}: {place.module} has shape {tuple(linear.weight.shape)}, "
+                f"config.json says {shape}"
             )
         if (linear.bias is not None) != self._has_bias(module):
             raise QtoolError(
-                f"{self._checkpoint.path}: {module} has {'a' if linear.bias is not None else 'no'} bias, "
-                "config.json says otherwise"
+                f"{self._checkpoint.path}: {place.module} has {'a' if linear.bias is not None else 'no'} "
+                "bias, config.json says otherwise"
             )
-        return linear
+        return linear if len(place.rows) == shape[0] else cut(linear, place.rows)
 
     def _has_bias(self, module: str) -> bool:
         if module.endswith(("q_proj", "k_proj", "v_proj")):

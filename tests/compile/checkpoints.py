@@ -12,6 +12,7 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -40,6 +41,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [2.0, 3.0, 5.0, 7.0, 11.0, 13.0],
+}
 YARN = {"rope_type": "yarn", "rope_theta": 3e4, "factor": 8.0, "original_max_position_embeddings": 64}
 
 FAMILIES: dict[str, PretrainedConfig] = {
@@ -54,6 +62,10 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen2-window": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=40, max_window_layers=1),
     "qwen2-yarn": Qwen2Config(**SHAPE, rope_parameters=YARN),
     "qwen3": Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True),
+    "phi3": Phi3Config(**SHAPE, pad_token_id=0, sliding_window=21),
+    "phi4-mini": Phi3Config(
+        **SHAPE, pad_token_id=0, original_max_position_embeddings=160, rope_parameters=LONGROPE
+    ),
     "gemma3": Gemma3TextConfig(
         **SHAPE,
         head_dim=32,

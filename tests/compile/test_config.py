@@ -1,6 +1,7 @@
 """Reading config.json: known families, strictly."""
 
 import json
+import math
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,12 +16,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from qtool.compile.config import read_config
 from qtool.compile.rope import plain_rope
 from qtool.errors import QtoolError
-from tests.compile.checkpoints import FAMILIES, LINEAR, LLAMA3, YARN
+from tests.compile.checkpoints import FAMILIES, LINEAR, LLAMA3, LONGROPE, YARN
 
 CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
@@ -42,6 +44,25 @@ def test_a_family_is_a_reading_of_its_config() -> None:
     assert (config.windows, config.qkv_bias, config.output_bias) == ((None, 40, 40), True, False)
     config = read_config(content("mistral"), "config.json")
     assert (config.windows, config.qkv_bias) == ((21, 21, 21), False)
+
+
+def test_a_phi_engine_ends_where_longrope_would_change_its_factors() -> None:
+    config = read_config(content("phi4-mini"), "config.json")
+    short, plain = LONGROPE["short_factor"], plain_rope(16, 512, 1e4, dim=12)
+    assert config.max_context == 160
+    assert config.ropes[0].dim == 12
+    assert config.ropes[0].radians == tuple(r / f for r, f in zip(plain.radians, short, strict=True))
+    assert config.ropes[0].magnitude == pytest.approx((1 + math.log(512 / 160) / math.log(160)) ** 0.5)
+    assert read_config(content("phi3"), "config.json").max_context == 512
+
+
+def test_yarn_makes_the_context_longer() -> None:
+    longer = content("qwen2-yarn", rope_parameters={**YARN, "factor": 20.0})
+    assert read_config(longer, "config.json").max_context == 64 * 20
+
+
+def test_a_window_as_long_as_the_context_is_none() -> None:
+    assert read_config(content("mistral", sliding_window=512), "config.json").windows == (None,) * 3
 
 
 def test_an_older_checkpoint_writes_the_rope_in_two_fields() -> None:
@@ -158,6 +179,26 @@ def test_gemma_layers_slide_by_a_pattern_and_have_a_rope_of_each_kind() -> None:
             "gemma3",
             {"rope_parameters": {"full_attention": {"rope_type": "proportional"}}},
             "rope_parameters.full_attention.rope_type 'proportional' is not supported",
+        ),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias: is True, wanted False"),
+        ("phi3", {"interpolate_factor": 2}, "interpolate_factor: is 2, wanted 1"),
+        ("phi3", {"rope_scaling": {"type": "su"}}, "rope_scaling: is .*wanted rope_parameters alone"),
+        ("phi3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: is 0.5, wanted 1.0, as rope_param"),
+        ("phi3", {"num_experts": 4}, "num_experts: unknown field"),
+        (
+            "phi4-mini",
+            {"rope_parameters": {**LONGROPE, "short_factor": [1.0, 2.0]}},
+            r"short_factor: is \[1.0, 2.0\], wanted a list of 6 positive numbers",
+        ),
+        (
+            "phi4-mini",
+            {"rope_parameters": {**LONGROPE, "long_mscale": 1.2}},
+            "rope_parameters.long_mscale: unknown field",
+        ),
+        (
+            "phi4-mini",
+            {"original_max_position_embeddings": 64},
+            "original_max_position_embeddings: is 64, wanted 160.*, as rope_parameters says",
         ),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: is 0.5, wanted 1.0"),
         ("llama", {"attention_sinks": True}, "attention_sinks: unknown field"),
