@@ -4,6 +4,8 @@ OpenVINO's own FakeQuantize rounds to other points, and its plugin may then comp
 do not allow; these nodes give the numbers of the reference and the speed of float32.
 """
 
+import math
+
 import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
@@ -24,11 +26,21 @@ def _round(x: ov.Output, activation: Activation) -> ov.Output:
     scale, zero_point = _range(x, activation)
     codes = ops.add(ops.divide(x, scale), zero_point)
     if activation.scheme.kind == "fp8":
-        clamped = ops.clamp(codes, -FP8_MAX, FP8_MAX)
-        codes = ops.convert(ops.convert(clamped, ov.Type.f8e4m3), ov.Type.f32)
+        codes = _round_fp8(ops.clamp(codes, -FP8_MAX, FP8_MAX))
     else:
         codes = ops.round(ops.clamp(codes, -128.0, 127.0), "half_to_even")
     return ops.multiply(ops.subtract(codes, zero_point), scale).output(0)
+
+
+def _round_fp8(x: ov.Node) -> ov.Node:
+    """The nearest float8_e4m3fn: three bits after the first, down to 2^-9.
+
+    In arithmetic, since the plugin drops a conversion to float8 and back from a graph.
+    """
+    size = ops.maximum(ops.absolute(x), _float(2.0**-6))
+    exponent = ops.floor(ops.divide(ops.log(size), _float(math.log(2))))
+    step = ops.power(_float(2), ops.subtract(exponent, _float(3)))
+    return ops.multiply(ops.round(ops.divide(x, step), "half_to_even"), step)
 
 
 def _range(x: ov.Output, activation: Activation) -> tuple[ov.Output, ov.Output]:
