@@ -63,9 +63,8 @@ def inverse_factor(moment: Tensor, damping: float) -> Tensor:
     """
     diagonal = moment.diagonal()
     mean = float(diagonal.mean()) or 1.0
-    dead = diagonal == 0
     while damping < 100:
-        damped = moment + torch.diag(torch.full_like(diagonal, damping * mean) + dead * mean)
+        damped = moment + torch.diag(torch.full_like(diagonal, damping * mean))
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
             upper: Tensor

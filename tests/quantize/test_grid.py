@@ -86,6 +86,16 @@ def test_codes_are_chosen_for_the_scale_that_is_stored() -> None:
     assert torch.equal(grid.quantize(weight).codes.float(), nearest)
 
 
+def test_zero_points_are_chosen_for_the_scale_that_is_stored() -> None:
+    torch.manual_seed(0)
+    weight, scheme = torch.rand(300, 64), IntScheme(8, None, symmetric=False)
+    weight[:, 0] = -torch.rand(300) * 10
+    grid = fit_grid(weight, scheme, torch.bfloat16)
+    wanted = (scheme.low - weight.amin(-1, keepdim=True) / grid.scale.float()).round().clamp(max=scheme.high)
+    assert grid.zero_point is not None
+    assert torch.equal(grid.zero_point.float(), wanted)
+
+
 def test_the_clip_search_never_loses_against_the_full_range() -> None:
     torch.manual_seed(0)
     weight, scheme = torch.randn(7, 96) ** 3, IntScheme(4, 32, symmetric=False)

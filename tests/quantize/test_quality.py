@@ -26,7 +26,7 @@ def test_awq4_and_gptq4_drift_less_than_rtn4(offgrid: Path, tmp_path: Path) -> N
     # takes minutes. For its time's sake too it quantizes only every third layer. Judged on text held out.
     targets = (r"re:model\.layers\.\d*[147]\.mlp\..*",)
     records = load_records("builtin:pydoc-test")
-    windows = sequential_windows(tokenize(load_tokenizer(offgrid), records, chat_template=False), 512, 3)
+    windows = sequential_windows(tokenize(load_tokenizer(offgrid), records, chat_template=False), 256, 4)
     base = log_probabilities(offgrid, windows)
     drift = {}
     for name in ("rtn4", "awq4", "gptq4"):

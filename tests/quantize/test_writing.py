@@ -48,6 +48,15 @@ def test_safetensors_reads_back_what_was_written(tmp_path: Path, tensors: dict[s
     assert_same(dict(read([tmp_path / "one"])), tensors)
 
 
+def test_every_tensor_lies_aligned_to_its_dtype(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    write_safetensors(tmp_path / "one", stored(tensors), {})
+    content = (tmp_path / "one").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    for name, tensor in tensors.items():
+        assert (8 + length + header[name]["data_offsets"][0]) % tensor.dtype.itemsize == 0
+
+
 def test_the_order_of_the_tensors_does_not_change_the_bytes(
     tmp_path: Path, tensors: dict[str, Tensor]
 ) -> None:
