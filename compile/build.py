@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from qtool.compile.abilities import Abilities, check_schemes
 from qtool.compile.config import DecoderConfig, read_config
 from qtool.compile.engine import EngineSpec
 from qtool.core.checkpoint import COMPANIONS, Checkpoint
@@ -23,6 +24,7 @@ class Target:
     """``module:function`` that writes the model into a folder: (checkpoint, config, folder) -> None."""
     weights: str
     """The pattern of the files in that folder that hold them."""
+    abilities: Abilities
     block_size: int
     kv_bytes: Mapping[str, Callable[[int], int]]
     """For each precision of the KV pool, the most exact first: bytes of one head's key and value."""
@@ -43,18 +45,21 @@ TARGETS: dict[str, Target] = {
     "openvino": Target(
         "qtool.compile.backends.openvino:write",
         weights="*.bin",
+        abilities=Abilities(int_bits=(4, 8), fp8=True, activations=True),
         block_size=32,  # the CPU plugin's own
         kv_bytes={**_WHOLE_KV, "u8": _quantized_kv},
     ),
     "onnx": Target(
         "qtool.compile.backends.onnx:write",
         weights="*.data",
+        abilities=Abilities(int_bits=(4, 8), fp8=True, activations=True),
         block_size=32,
         kv_bytes={"f32": _WHOLE_KV["f32"]},
     ),
     "reference": Target(
         "qtool.compile.backends.reference:write",
         weights="*.safetensors",
+        abilities=Abilities(int_bits=tuple(range(2, 9)), fp8=True, activations=True),
         block_size=32,
         kv_bytes=_WHOLE_KV,
     ),
@@ -63,6 +68,7 @@ TARGETS: dict[str, Target] = {
         Target(
             "qtool.compile.backends.tensorrt.backend:write",
             weights="*.plan",
+            abilities=Abilities(int_bits=(4, 8), fp8=False, activations=False),
             block_size=32,
             kv_bytes={"f16": _WHOLE_KV["f16"]},
             takes_options=True,
@@ -86,8 +92,9 @@ def compile_engine(
     bytes, u8 quarters them; what they cost is for ``qtool eval`` to measure. None takes the most exact that
     the target has. `progress` is told the phase of a build that takes long, and the share of it that is done.
 
-    Raises UsageError for an unknown target or precision, for options of another target and for an output
-    that exists, QtoolError for a checkpoint that is damaged or has something the decoder does not know.
+    Raises UsageError for an unknown target or precision, for options of another target, for a scheme that
+    the target does not execute and for an output that exists, QtoolError for a checkpoint that is damaged or
+    has something the decoder does not know.
     """
     if target not in TARGETS:
         raise UsageError(
@@ -104,6 +111,7 @@ def compile_engine(
     write = load(TARGETS[target].write, extra=target)
     source = Checkpoint(checkpoint)
     config = read_config(source.config, str(checkpoint / "config.json"))
+    check_schemes(source, target, TARGETS[target].abilities)
     options = {
         "target": target,
         "tensorrt": tensorrt or TensorRtOptions(),

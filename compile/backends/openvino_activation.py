@@ -35,7 +35,8 @@ def _round(x: ov.Output, activation: Activation) -> ov.Output:
 def _round_fp8(x: ov.Node) -> ov.Node:
     """The nearest float8_e4m3fn: three bits after the first, down to 2^-9.
 
-    In arithmetic, since the plugin drops a conversion to float8 and back from a graph.
+    In arithmetic, since the plugin's own conversion (2026.4) loses bits before it rounds: 0.024416 becomes
+    0.0234375, not 0.0253906.
     """
     size = ops.maximum(ops.absolute(x), _float(2.0**-6))
     exponent = ops.floor(ops.divide(ops.log(size), _float(math.log(2))))

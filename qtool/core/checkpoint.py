@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qtool.core.formats import QuantizationFormat, open_format
 from qtool.core.qtensor import Linear
+from qtool.core.schemes import LinearScheme
 from qtool.errors import QtoolError, UsageError
 
 INDEX = "model.safetensors.index.json"
@@ -146,6 +147,13 @@ class Checkpoint:
                 "config.json does not say that it is quantized"
             )
         return Linear(weight, bias)
+
+    def schemes(self) -> dict[str, LinearScheme]:
+        """What each quantized linear computes with, by its name, known without reading them."""
+        if self.format is None:
+            return {}
+        stored = [name.rpartition(".")[0] for name in self if name.endswith((".weight_scale", ".scales"))]
+        return {module: self.format.scheme(module) for module in stored if self.format.quantizes(module)}
 
     def _handle(self, name: str) -> Any:
         if name not in self._shard_of:
