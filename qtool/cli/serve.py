@@ -8,6 +8,13 @@ from typing import Annotated, Any
 import typer
 
 
+class SloPolicy(StrEnum):
+    """What becomes of a request whose objective can't be kept."""
+
+    QUEUE = "queue"
+    REJECT = "reject"
+
+
 class LogFormat(StrEnum):
     """How logs are written to stderr."""
 
@@ -28,6 +35,21 @@ def serve(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens a step computes; fewer stall running answers less.")
     ] = None,
+    max_queue: Annotated[
+        int | None, typer.Option(min=0, help="Sequences that may wait; more are refused with 503.")
+    ] = None,
+    batch_wait_ms: Annotated[
+        float | None, typer.Option(min=0, help="Milliseconds to wait for others to start with.")
+    ] = None,
+    slo: Annotated[
+        str | None, typer.Option(help="What requests are promised, as in ttft=500ms,tpot=50ms.")
+    ] = None,
+    slo_policy: Annotated[
+        SloPolicy, typer.Option(help="reject: refuse with 503 what cannot have its first token in time.")
+    ] = SloPolicy.QUEUE,
+    prefix_caching: Annotated[
+        bool, typer.Option(help="Whether prompts take over what earlier ones computed.")
+    ] = True,
     kv_cache_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens that the KV cache holds, all sequences together.")
     ] = None,
@@ -63,10 +85,18 @@ def serve(
     from qtool.runtime.server.process import Address
     from qtool.runtime.server.process import serve as serve_until_signal
     from qtool.runtime.server.settings import ServerSettings, read_api_keys
+    from qtool.runtime.slo import parse_slo
     from qtool.runtime.tokenizer import Tokenizer
     from qtool.runtime.tools.formats import tool_format
 
-    given: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    given: dict[str, Any] = {
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_queue": max_queue,
+        "batch_wait_ms": batch_wait_ms,
+        "slo": None if slo is None else parse_slo(slo, slo_policy.value),
+        "prefix_caching": prefix_caching,
+    }
     config = replace(SchedulerConfig(), **{name: value for name, value in given.items() if value is not None})
 
     def load() -> Client:

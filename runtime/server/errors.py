@@ -1,6 +1,7 @@
 """Every refusal and failure as OpenAI's error object."""
 
 import http
+import math
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -9,18 +10,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from qtool.errors import QtoolError, UsageError
-from qtool.runtime.failures import NotAdmittingError
+from qtool.runtime.failures import DeadlineExceededError, NotAdmittingError, OverloadedError
 from qtool.runtime.request import ParameterError
 
-_RETRY_AFTER_S = "1"
+_RETRY_AFTER_S = 1.0
 
 
 class ModelNotFoundError(UsageError):
     """A request names a model that is not served here."""
-
-
-class DeadlineError(QtoolError):
-    """A request's time is up."""
 
 
 def error_object(message: str, status: int, param: str | None = None) -> dict[str, object]:
@@ -38,8 +35,9 @@ def error_response(error: QtoolError) -> JSONResponse:
     if isinstance(error, UsageError):
         return JSONResponse(error_object(str(error), 400, param), 400)
     if isinstance(error, NotAdmittingError):
-        return JSONResponse(error_object(str(error), 503), 503, {"Retry-After": _RETRY_AFTER_S})
-    if isinstance(error, DeadlineError):
+        seconds = error.retry_after_s if isinstance(error, OverloadedError) else _RETRY_AFTER_S
+        return JSONResponse(error_object(str(error), 503), 503, {"Retry-After": str(math.ceil(seconds))})
+    if isinstance(error, DeadlineExceededError):
         return JSONResponse(error_object(str(error), 504), 504)
     return JSONResponse(error_object(str(error), 500), 500)
 

@@ -1,10 +1,9 @@
 """From a generation to an HTTP response: whole or streamed, and cancelled when the client goes away."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from fastapi import Request, Response
@@ -14,7 +13,6 @@ from starlette.types import Receive, Scope, Send
 from qtool.errors import QtoolError
 from qtool.runtime.client import Piece
 from qtool.runtime.request import ParameterError, RequestOptions, SamplingParams
-from qtool.runtime.server.errors import DeadlineError
 from qtool.runtime.server.metrics import AnswerTimer
 from qtool.runtime.server.middleware import RequestRecord
 from qtool.runtime.server.responses import Json
@@ -37,8 +35,6 @@ class Generation:
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     options: RequestOptions
-    timeout_s: float | None
-    """From the request's arrival."""
 
 
 class Writer(Protocol):
@@ -70,63 +66,49 @@ async def respond(
 ) -> Response:
     """Answer every prompt. Errors up to the first token are raised, so that they set the status."""
     record: RequestRecord = request.state.record
-    deadline = _deadline(service, request, record, generation)
-    pieces = _measured(service, record, generation, deadline)
+    options = replace(generation.options, timeout_s=_timeout(service, request, generation))
+    pieces = service.client.generate(generation.prompts, generation.params, options)
+    measured = _measured(service, record, generation, pieces)
     try:
         if not stream:
-            return await _unless_gone(request, _whole(pieces, writer))
-        first = await _unless_gone(request, anext(pieces))
+            return await _unless_gone(request, _whole(measured, writer))
+        first = await _unless_gone(request, anext(measured))
     except _ClientGoneError:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
-    return _EventStream(pieces, _events(first, pieces, writer))
+    return _EventStream(measured, _events(first, measured, writer))
 
 
-def _deadline(
-    service: Service, request: Request, record: RequestRecord, generation: Generation
-) -> float | None:
-    """When the request is given up, on `time.perf_counter`: by its body, its header or the server."""
-    timeout_s = generation.timeout_s
+def _timeout(service: Service, request: Request, generation: Generation) -> float | None:
+    """Seconds that the request has, by its body, its header or the server."""
+    if generation.options.timeout_s is not None:
+        return generation.options.timeout_s
     header = request.headers.get(_TIMEOUT_HEADER)
-    if timeout_s is None and header is not None:
-        try:
-            timeout_s = float(header)
-        except ValueError as error:
-            raise ParameterError("timeout", f"the header holds {header!r:.40}, wanted seconds") from error
-        if not 0 < timeout_s < float("inf"):
-            raise ParameterError("timeout", f"must be finite and above 0, got {timeout_s}")
-    if timeout_s is None:
-        timeout_s = service.settings.request_timeout_s
-    return None if timeout_s is None else record.arrived + timeout_s
+    if header is None:
+        return service.settings.request_timeout_s
+    try:
+        return float(header)
+    except ValueError as error:
+        raise ParameterError("timeout", f"the header holds {header!r:.40}, wanted seconds") from error
 
 
 async def _measured(
-    service: Service, record: RequestRecord, generation: Generation, deadline: float | None
+    service: Service, record: RequestRecord, generation: Generation, pieces: AsyncGenerator[Piece, None]
 ) -> AsyncGenerator[Piece, None]:
-    """The pieces up to the deadline, counted and timed as they pass."""
+    """The pieces, counted and timed as they pass."""
     num_answers = len(generation.prompts) * generation.params.n
     num_prompt_tokens = sum(map(len, generation.prompts))
     timers = [AnswerTimer(service.metrics, record.arrived) for _ in range(num_answers)]
     service.metrics.prompt_tokens.inc(num_prompt_tokens)
     record.fields["prompt_tokens"] = num_prompt_tokens
     num_tokens = 0
-    pieces = service.client.generate(generation.prompts, generation.params, generation.options)
     async with aclosing(pieces):
-        while (piece := await _next_piece(pieces, deadline)) is not None:
+        async for piece in pieces:
             num_tokens += 1
             record.fields["completion_tokens"] = num_tokens
             timers[piece.index].token()
             if piece.finish_reason is not None:
                 timers[piece.index].finish()
             yield piece
-
-
-async def _next_piece(pieces: AsyncGenerator[Piece, None], deadline: float | None) -> Piece | None:
-    seconds = None if deadline is None else max(0.0, deadline - time.perf_counter())
-    try:
-        async with asyncio.timeout(seconds):
-            return await anext(pieces, None)
-    except TimeoutError as error:
-        raise DeadlineError("the request's deadline passed before its answer was complete") from error
 
 
 async def _whole(pieces: AsyncGenerator[Piece, None], writer: Writer) -> JSONResponse:

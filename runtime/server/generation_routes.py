@@ -50,9 +50,7 @@ def completion_generation(service: Service, body: CompletionBody) -> Generation:
         body.logprobs,
         body.logprobs if body.echo else None,
     )
-    return Generation(
-        _token_ids(service, body.prompt), params, _options(service, body, body.grammar()), body.timeout
-    )
+    return Generation(_token_ids(service, body.prompt), params, _options(service, body, body.grammar()))
 
 
 def completion_writer(service: Service, body: CompletionBody, generation: Generation) -> ChoicesWriter:
@@ -100,9 +98,7 @@ def chat_generation(service: Service, body: ChatBody) -> Generation:
             grammar = forced_calls(format_, tools, tokenizer, parallel=body.parallel_tool_calls)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling_params(tokenizer, max_tokens, logprobs)
-    return Generation(
-        [prompt], params, _options(service, body, grammar, may_call=body.may_call), body.timeout
-    )
+    return Generation([prompt], params, _options(service, body, grammar, may_call=body.may_call))
 
 
 def chat_writer(service: Service, body: ChatBody, generation: Generation) -> ChoicesWriter:
@@ -153,6 +149,7 @@ def _options(
         keep_special_tokens=may_call,
         cache_salt=body.cache_salt,
         priority=body.priority,
+        timeout_s=body.timeout,
     )
 
 

@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from qtool.runtime.client import Client
+from qtool.runtime.events import SequenceDone, StepDone
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
@@ -32,6 +33,11 @@ class Metrics:
         self.end_to_end = self._histogram(
             "request_duration", "From the request's arrival to an answer's last token", _SECONDS
         )
+        self._queue_time = self._histogram(
+            "queue_time", "From a sequence's arrival to its first step", _SECONDS
+        )
+        self._step_time = self._histogram("step", "A step: scheduling, engine and sampling", _TOKEN_SECONDS)
+        client.loop.observers.append(self._observe)
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts received")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
         self._requests = Counter(
@@ -48,6 +54,13 @@ class Metrics:
     def render(self) -> bytes:
         """The page that Prometheus scrapes, as CONTENT_TYPE."""
         return generate_latest(self._registry)
+
+    def _observe(self, event: StepDone | SequenceDone) -> None:
+        """Called in the engine loop's thread."""
+        if isinstance(event, StepDone):
+            self._step_time.observe(event.seconds)
+        else:
+            self._queue_time.observe(event.queue_seconds)
 
     def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"qtool_{name}_seconds", meaning, buckets=buckets, registry=self._registry)
@@ -90,8 +103,7 @@ class _LoopCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self.client.loop.stats()
-        num_blocks = self.client.loop.scheduler.blocks.num_blocks
-        usage = 1 - stats.num_free_blocks / num_blocks
+        usage = 1 - stats.num_free_blocks / stats.num_blocks
         yield GaugeMetricFamily("qtool_requests_running", "Sequences in the batch", stats.num_running)
         yield GaugeMetricFamily("qtool_requests_waiting", "Sequences that wait", stats.num_waiting)
         yield GaugeMetricFamily("qtool_kv_cache_usage_ratio", "Blocks of the KV pool in use, 0 to 1", usage)
@@ -103,6 +115,9 @@ class _LoopCollector(Collector):
         )
         yield CounterMetricFamily(
             "qtool_prefix_cache_query_tokens", "Prompt tokens looked up there", stats.num_queried_tokens
+        )
+        yield CounterMetricFamily(
+            "qtool_requests_refused", "Requests refused because of load", stats.num_refused
         )
         alias = "The same under the name that gateways read"
         yield GaugeMetricFamily("vllm:num_requests_running", alias, stats.num_running)

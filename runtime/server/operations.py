@@ -24,8 +24,11 @@ def operations_routes(service: Service) -> APIRouter:
     @router.get("/ready", responses={503: {"description": "Not now"}})
     async def ready() -> JSONResponse:
         """Whether a request would be admitted now: send it elsewhere while this is 503."""
+        stats, limits = loop.stats(), loop.scheduler.config
         if (reason := loop.refusal) is not None:
             return JSONResponse({"status": reason}, 503)
+        if stats.num_running + stats.num_waiting >= limits.max_num_seqs + limits.max_queue:
+            return JSONResponse({"status": "the queue is full"}, 503)
         return JSONResponse({"status": "ready"})
 
     @router.get("/version")

@@ -113,7 +113,11 @@ class _Process:
             return
         client = loading.result()
         events = asyncio.get_running_loop()
-        client.loop.on_failure = lambda: events.call_soon_threadsafe(self._leave)
+
+        def leave() -> None:  # called in the loop's thread
+            events.call_soon_threadsafe(self._leave)
+
+        client.loop.on_failure = leave
         client.start()
         self._app = create_app(client, self._model, self._settings)
         self._client = client
@@ -130,8 +134,8 @@ class _Process:
         failure = None if self._client is None else self._client.loop.failure
         if failure is not None:
             raise QtoolError(
-                f"the engine failed ({type(failure).__name__}: {failure}); the log above says where; its requests "
-                "were told, start the server again"
+                f"the engine failed ({type(failure).__name__}: {failure}); the log above says where; its "
+                "requests were told, start the server again"
             ) from failure
 
     def _on_signal(self, number: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import qtool
 from qtool.errors import UsageError
+from qtool.runtime.scheduler import SchedulerConfig
 from qtool.runtime.server.logs import JsonFormatter
 from qtool.runtime.server.settings import ServerSettings, read_api_keys
 from qtool.runtime.tokenizer import Tokenizer
@@ -28,6 +29,9 @@ NAMES = {
     "qtool_preemptions_total": "counter",
     "qtool_prefix_cache_hit_tokens_total": "counter",
     "qtool_prefix_cache_query_tokens_total": "counter",
+    "qtool_queue_time_seconds": "histogram",
+    "qtool_step_seconds": "histogram",
+    "qtool_requests_refused_total": "counter",
     "qtool_prompt_tokens_total": "counter",
     "qtool_generation_tokens_total": "counter",
     "qtool_requests_total": "counter",
@@ -82,6 +86,9 @@ def test_metrics_count_what_was_served(stream: bool, byte_tokenizer: Tokenizer) 
     assert found["qtool_time_to_first_token_seconds_sum"] >= 2 * 0.01
     assert found["qtool_time_per_output_token_seconds_sum"] >= 2 * 0.01
     assert found["qtool_request_duration_seconds_sum"] >= 2 * 0.05
+    assert found["qtool_queue_time_seconds_count"] == 2
+    assert found["qtool_step_seconds_count"] == engine.num_steps
+    assert found["qtool_step_seconds_sum"] >= 0.05
     assert found['qtool_requests_total{route="/v1/completions",status="200"}'] == 1
 
 
@@ -101,6 +108,24 @@ def test_gauges_show_what_runs_and_what_waits(byte_tokenizer: Tokenizer) -> None
 def test_probes_and_version_answer(served: Served[FakeEngine]) -> None:
     assert httpx.get(f"{served.url}/ready").json() == {"status": "ready"}
     assert httpx.get(f"{served.url}/version").json() == {"version": qtool.__version__}
+
+
+def test_a_full_queue_is_refused_at_once_and_shows(byte_tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(num_blocks=64)
+    engine.seconds_a_step = 0.02
+    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_queue=1)
+    with serving(engine, byte_tokenizer, config) as served, ThreadPoolExecutor() as pool:
+        url = f"{served.url}/v1/completions"
+        body = {**COMPLETION, "prompt": ["a", "b", "c"], "max_tokens": 60}
+        asking = pool.submit(httpx.post, url, json=body, timeout=60)
+        while httpx.get(f"{served.url}/ready").status_code == 200:
+            assert not asking.done()
+        assert httpx.get(f"{served.url}/health").status_code == 200
+        refused = httpx.post(url, json=COMPLETION)
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert samples(served)["qtool_requests_refused_total"] == 1
+        assert asking.result().status_code == 200
 
 
 def test_a_server_that_drains_is_not_ready(byte_tokenizer: Tokenizer) -> None:
