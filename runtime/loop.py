@@ -256,7 +256,9 @@ class EngineLoop:
         report_prompts(logits, chunks)
         self.scheduler.commit(chunks)
         outputs = []
-        for sequence, chosen in zip(sampled, next_tokens(logits[ends], sampled), strict=True):
+        for sequence, chosen in zip(
+            sampled, next_tokens([logits[row] for row in ends], sampled), strict=True
+        ):
             outputs.append(self._append(sequence, chosen))
         return outputs
 

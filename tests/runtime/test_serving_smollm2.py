@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,66 @@ def test_batched_chunked_and_preempted_answers_are_those_of_each_prompt_alone(
     preempted, num_preemptions = answers(tiny_pool, asked, SchedulerConfig(8, 64))
     assert preempted == alone
     assert num_preemptions > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_cached_answers_and_choices_are_those_of_each_prompt_alone(
+    temperature: float, engine: Engine, prompts: list[list[int]]
+) -> None:
+    shared = prompts[2][:70]
+    asked = [
+        (shared + prompt, SamplingParams(max_tokens=NUM_TOKENS, temperature=temperature, seed=number))
+        for number, prompt in enumerate(prompts)
+    ]
+    uncached, _ = answers(engine, asked, SchedulerConfig(1, 512, prefix_caching=False))
+    found: dict[int, list[int]] = defaultdict(list)
+    loop = EngineLoop(engine, SchedulerConfig(8, 512), lambda _: None)
+    ids = []
+    for prompt, params in [*asked, *asked]:  # the second time, the whole prompt is cached
+        ids.append(loop.submit([prompt], params)[0])
+        for _ in range(3):
+            _step(loop, found)
+    choices = loop.submit([asked[0][0]], replace(asked[0][1], n=3))
+    while _step(loop, found):
+        pass
+    assert [found[request_id] for request_id in ids] == uncached * 2
+    assert loop.stats().num_hit_tokens > 64 * len(asked) + sum(len(prompt) - 33 for prompt, _ in asked)
+    assert found[choices[0]] == uncached[0]
+    assert len({tuple(found[choice]) for choice in choices}) == (3 if temperature else 1)
+    assert loop.stats().num_free_blocks == engine.num_blocks
+
+
+def _step(loop: EngineLoop, found: dict[int, list[int]]) -> bool:
+    if not loop.receive(wait=False):
+        return False
+    for output in loop.step():
+        assert output.token is not None
+        found[output.request_id].append(output.token)
+    return True
+
+
+def test_prompt_logprobs_are_those_of_the_models_own_forward_pass(
+    engine: Engine, smollm2: Path, prompts: list[list[int]]
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    prompt = prompts[0]
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    loop = EngineLoop(engine, SchedulerConfig(4, 17), lambda _: None)
+    loop.submit([prompt], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1, logprobs=1))
+    outputs = []
+    while loop.receive(wait=False):
+        outputs += loop.step()
+    report = outputs[0].prompt_logprobs
+    assert report is not None
+    for place, entry in enumerate(report[1:], 1):
+        assert entry is not None
+        # The engine's weights are rounded to f16 at most; its logits differ by some 1e-2 at most.
+        assert entry.logprob == pytest.approx(float(wanted[place - 1, prompt[place]]), abs=0.05)
+        assert entry.top[0][1] == pytest.approx(float(wanted[place - 1].max()), abs=0.05)
 
 
 def test_a_served_greedy_chat_is_what_transformers_generates_streamed_or_not(
