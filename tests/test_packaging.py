@@ -64,5 +64,6 @@ def test_a_wheel_holds_every_module_and_the_recipes(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if not name.partition("/")[0].endswith(".dist-info")}
-    wanted = [path for path in _tracked() if path.parent in _folders() and path.suffix in (".py", ".yaml")]
+    kinds = (".py", ".yaml", ".html")
+    wanted = [path for path in _tracked() if path.parent in _folders() and path.suffix in kinds]
     assert held == {"/".join((*_package(path.parent).split("."), path.name)) for path in wanted}

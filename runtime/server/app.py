@@ -37,7 +37,8 @@ def create_app(client: Client, model: str, settings: ServerSettings | None = Non
 
 
 def _routes(service: Service) -> FastAPI:
-    app = FastAPI(title="qtool", version=qtool.__version__)
+    # FastAPI's own pages of documentation load scripts from elsewhere.
+    app = FastAPI(title="qtool", version=qtool.__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     description: Json = {
         "id": service.model,

@@ -1,7 +1,9 @@
 """Routes for those who run the server: probes, version and metrics."""
 
+from importlib import resources
+
 from fastapi import APIRouter, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 
 import qtool
 from qtool.runtime.server.metrics import CONTENT_TYPE
@@ -10,9 +12,15 @@ from qtool.runtime.server.service import Service
 
 
 def operations_routes(service: Service) -> APIRouter:
-    """/health, /ready, /version and /metrics."""
+    """/, /health, /ready, /version and /metrics."""
     router = APIRouter(tags=["operations"])
     loop = service.client.loop
+    html = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+
+    @router.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        """Load, latencies, cache and a chat, for people."""
+        return HTMLResponse(html)
 
     @router.get("/health", responses={503: {"description": "Loading, stopping, or the engine failed"}})
     async def health() -> JSONResponse:

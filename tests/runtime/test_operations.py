@@ -110,6 +110,28 @@ def test_probes_and_version_answer(served: Served[FakeEngine]) -> None:
     assert httpx.get(f"{served.url}/version").json() == {"version": qtool.__version__}
 
 
+def test_the_page_reads_only_metrics_that_are_there_and_nothing_from_elsewhere(
+    served: Served[FakeEngine],
+) -> None:
+    page = httpx.get(f"{served.url}/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert not re.search(r"(src|href)=.(https?:)?//", page.text)
+    speculation = {"qtool_accepted_tokens_total", "qtool_draft_tokens_total"}
+    assert set(re.findall(r'"(qtool_\w+)"', page.text)) <= NAMES.keys() | speculation
+
+
+def test_the_dashboard_reads_only_metrics_that_are_there() -> None:
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    read = {
+        name.removesuffix("_bucket")
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"qtool_\w+", target["expr"])
+    }
+    assert len(dashboard["panels"]) == 10
+    assert read <= NAMES.keys()
+
+
 def test_a_full_queue_is_refused_at_once_and_shows(byte_tokenizer: Tokenizer) -> None:
     engine = FakeEngine(num_blocks=64)
     engine.seconds_a_step = 0.02
