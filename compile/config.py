@@ -120,6 +120,41 @@ def _qwen3(fields: Fields, architecture: str) -> DecoderConfig:
     )
 
 
+def _mixtral(fields: Fields, architecture: str) -> DecoderConfig:
+    layers = fields.integer("num_hidden_layers")
+    mixture = _mixture(fields, "num_local_experts", "intermediate_size", normalized=True)
+    return _decoder(
+        fields,
+        architecture,
+        theta=1e6,
+        num_kv_heads=fields.integer("num_key_value_heads", fields.integer("num_attention_heads")),
+        windows=_same_window(fields),
+        mixtures=(mixture,) * layers,
+    )
+
+
+def _qwen3_moe(fields: Fields, architecture: str) -> DecoderConfig:
+    fields.only("use_sliding_window", False)
+    for name in ("sliding_window", "max_window_layers"):
+        fields.has(name)  # of no effect without use_sliding_window
+    if fields.has("num_experts") and fields.has("num_local_experts"):
+        fields.only("num_local_experts", fields.integer("num_experts"))
+    name = "num_experts" if fields.has("num_experts") else "num_local_experts"
+    normalized = fields.flag("norm_topk_prob", False)
+    mixture = _mixture(fields, name, "moe_intermediate_size", normalized)
+    dense, step = fields.integers("mlp_only_layers"), fields.integer("decoder_sparse_step", 1)
+    layers = range(fields.integer("num_hidden_layers"))
+    bias = fields.flag("attention_bias", False)
+    return _decoder(
+        fields,
+        architecture,
+        mixtures=tuple(None if layer in dense or (layer + 1) % step else mixture for layer in layers),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+    )
+
+
 def _gemma3(fields: Fields, architecture: str) -> DecoderConfig:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         fields.only(name, None)
@@ -170,9 +205,11 @@ FAMILIES: dict[str, Callable[[Fields, str], DecoderConfig]] = {
     "Gemma3ForCausalLM": _gemma3,
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
+    "MixtralForCausalLM": _mixtral,
     "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
 }
 
 
@@ -181,9 +218,9 @@ def _decoder(
     architecture: str,
     *,
     activation: str = "hidden_act",
+    theta: float = 10_000.0,
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
-    intermediate_size: int | None = None,
     attention_scale: float | None = None,
     ropes: tuple[Rope, ...] | None = None,
     windows: tuple[int | None, ...] | None = None,
@@ -206,14 +243,15 @@ def _decoder(
         fields.refuse("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
     head_dim = head_dim or fields.integer("head_dim", hidden_size // num_heads)
     if ropes is None:
-        ropes = (read_rope(fields, head_dim, fields.integer("max_position_embeddings")),) * num_layers
+        longest = fields.integer("max_position_embeddings")
+        ropes = (read_rope(fields, head_dim, longest, theta=theta),) * num_layers
     max_context = min(rope.max_context for rope in ropes)
     windows = windows or (None,) * num_layers
     return DecoderConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=intermediate_size or fields.integer("intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -236,6 +274,13 @@ def _decoder(
 
 
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+
+
+def _mixture(fields: Fields, num_experts: str, intermediate_size: str, normalized: bool) -> Mixture:
+    count, chosen = fields.integer(num_experts), fields.integer("num_experts_per_tok")
+    if chosen > count:
+        fields.refuse("num_experts_per_tok", f"at most {num_experts} ({count})")
+    return Mixture(count, chosen, fields.integer(intermediate_size), normalized)
 
 
 def _same_window(fields: Fields) -> tuple[int | None, ...]:
@@ -311,9 +356,12 @@ _HARMLESS = frozenset(
         "unk_token_id",
         "use_cache",
         "cache_implementation",
-        "attention_dropout",  # of training, as the next two
+        "attention_dropout",  # of training, as the next four
         "embd_pdrop",
         "resid_pdrop",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "output_router_logits",
         "initializer_range",
         "pretraining_tp",  # another order of the same sums
     }

@@ -1,12 +1,13 @@
 """The decoder, written once over the operations that a backend implements."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from qtool.compile.config import DecoderConfig
+from qtool.compile.config import DecoderConfig, Mixture
 from qtool.compile.rope import Rope
 from qtool.core.qtensor import Linear
 
@@ -48,6 +49,14 @@ class Operations(Protocol[T]):
 
     def attention(self, q: T, k: T, v: T, attention: Attention) -> T:
         """Write `k` and `v` to the pool, then attend to the sequence's past and new tokens."""
+        ...
+
+    def mixture(self, x: T, logits: T, mixture: Mixture, experts: Sequence[Callable[[T], T]]) -> T:
+        """What the chosen experts make of each row, times their shares, summed.
+
+        `logits` are the router's, a row for each of x with one for each expert. An expert takes any
+        selection of rows; one that no row has chosen need not be asked.
+        """
         ...
 
     def activation(self, name: str, x: T) -> T:
@@ -121,7 +130,14 @@ def _mlp(config: DecoderConfig, weights: Weights, ops: Operations[T], layer: int
     prefix = f"model.layers.{layer}"
     norm = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
     normed = _norm(config, weights, ops, f"{prefix}.{norm}", x)
-    update = _gated(config, weights, ops, f"{prefix}.mlp", normed)
+    mixture = config.mixtures[layer]
+    if mixture is None:
+        update = _gated(config, weights, ops, f"{prefix}.mlp", normed)
+    else:
+        logits = ops.linears(normed, [weights.linear(f"{prefix}.mlp.gate")])[0]
+        names = [f"{prefix}.mlp.experts.{index}" for index in range(mixture.num_experts)]
+        experts = [partial(_gated, config, weights, ops, name) for name in names]
+        update = ops.mixture(normed, logits, mixture, experts)
     if config.post_norms:
         update = _norm(config, weights, ops, f"{prefix}.post_feedforward_layernorm", update)
     return ops.add(x, update)
@@ -142,20 +158,29 @@ EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
     """(N, K) of each linear, by module name, in the order of use; a tied head is not one."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    shapes = {
-        f"model.layers.{index}.{name}": shape
-        for index in range(config.num_layers)
-        for name, shape in layer.items()
-    }
+    hidden, queries = config.hidden_size, config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, int]] = {}
+    for layer, mixture in enumerate(config.mixtures):
+        prefix = f"model.layers.{layer}"
+        shapes |= {
+            f"{prefix}.self_attn.q_proj": (queries, hidden),
+            f"{prefix}.self_attn.k_proj": (keys, hidden),
+            f"{prefix}.self_attn.v_proj": (keys, hidden),
+            f"{prefix}.self_attn.o_proj": (hidden, queries),
+        }
+        if mixture is None:
+            shapes |= _mlp_shapes(f"{prefix}.mlp", hidden, config.intermediate_size)
+            continue
+        shapes[f"{prefix}.mlp.gate"] = mixture.num_experts, hidden
+        for expert in range(mixture.num_experts):
+            shapes |= _mlp_shapes(f"{prefix}.mlp.experts.{expert}", hidden, mixture.intermediate_size)
     return shapes if config.tied else {**shapes, HEAD: (config.vocab_size, hidden)}
+
+
+def _mlp_shapes(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, int]]:
+    return {
+        f"{prefix}.gate_proj": (inner, hidden),
+        f"{prefix}.up_proj": (inner, hidden),
+        f"{prefix}.down_proj": (hidden, inner),
+    }

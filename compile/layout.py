@@ -29,15 +29,27 @@ FUSED: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """By architecture: linears that are stored as one, their rows one after another."""
 
+RENAMED: dict[str, dict[str, str]] = {
+    "MixtralForCausalLM": {
+        "mlp": "block_sparse_moe",
+        "gate_proj": "w1",
+        "up_proj": "w3",
+        "down_proj": "w2",
+    },
+}
+"""By architecture: parts of a name that are called otherwise."""
+
 
 def places(config: DecoderConfig) -> dict[str, Place]:
     """Where each linear of the decoder is stored, in the decoder's order."""
     fused = {part: whole for whole, parts in FUSED.get(config.architecture, {}).items() for part in parts}
+    renamed = RENAMED.get(config.architecture, {})
     ends: dict[str, int] = {}
     found = {}
     for name, (out_features, _) in linear_shapes(config).items():
         parent, _, last = name.rpartition(".")
         module = f"{parent}.{fused[last]}" if last in fused else name
+        module = ".".join(renamed.get(part, part) for part in module.split("."))
         start = ends.get(module, 0)
         ends[module] = start + out_features
         found[name] = Place(module, range(start, ends[module]))
@@ -58,8 +70,4 @@ def _cut_weight(weight: Weight, own: slice) -> Weight:
     if isinstance(weight, QuantizedTensor):
         zero_point = None if weight.zero_point is None else weight.zero_point[own].clone()
         return replace(weight, codes=codes, scale=weight.scale[own].clone(), zero_point=zero_point)
-    if weight.scheme.rows is None:
-        return replace(weight, codes=codes)
-    # A cut may go through a block: with scales for each row, none has to be whole.
-    scale = weight.scale.repeat_interleave(weight.scheme.rows, 0)[own]
-    return replace(weight, codes=codes, scale=scale, scheme=replace(weight.scheme, rows=1))
+    return Fp8Tensor(codes, weight.by_row().scale[own], weight.by_row().scheme)

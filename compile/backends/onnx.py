@@ -30,8 +30,9 @@ zero point, asymmetric ones uint4 or uint8 with one. A float32 graph keeps every
 Large weights lie in ``model.onnx.data`` beside the graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ from onnx import TensorProto
 from qtool.compile.backends.onnx_activation import fake_quantize
 from qtool.compile.backends.onnx_graph import Graph, Tensor
 from qtool.compile.codes import code_bytes
-from qtool.compile.config import DecoderConfig
+from qtool.compile.config import DecoderConfig, Mixture
 from qtool.compile.decoder import Attention, Weights, decode
 from qtool.compile.rope import Rope
 from qtool.compile.stack import alike, stack
@@ -124,6 +125,19 @@ class Onnx:
         rows = self._graph.node("Transpose", mixed, perm=[0, 2, 1, 3])
         return Rows(self._reshape(rows, 0, 0, q.features), q.features)
 
+    def mixture(
+        self, x: Rows, logits: Rows, mixture: Mixture, experts: Sequence[Callable[[Rows], Rows]]
+    ) -> Rows:
+        """Every expert on every row: what depends on the choice of rows, no profile could bound."""
+        shares = self._shares(logits, mixture)
+        columns = self._graph.nodes(
+            "Split", [shares, self._graph.integers(*[1] * len(experts))], len(experts), axis=-1
+        )
+        parts = (
+            self.multiply(expert(x), Rows(column, 1)) for column, expert in zip(columns, experts, strict=True)
+        )
+        return reduce(self.add, parts)
+
     def activation(self, name: str, x: Rows) -> Rows:
         return _ACTIVATIONS[name](self._graph, x)
 
@@ -139,6 +153,18 @@ class Onnx:
     def take_rows(self, x: Rows) -> Rows:
         rows = self._reshape(x.name, -1, x.features)
         return Rows(self._graph.node("Gather", rows, self._logit_rows, axis=0), x.features)
+
+    def _shares(self, logits: Rows, mixture: Mixture) -> str:
+        """Each expert's share of each row, 0 where it is not chosen; taken in float32."""
+        graph = self._graph
+        exact = graph.node("Cast", logits.name, to=TensorProto.FLOAT)
+        probabilities = graph.node("Softmax", exact, axis=-1)
+        shares, chosen = graph.nodes("TopK", [probabilities, graph.integers(mixture.num_chosen)], 2, axis=-1)
+        if mixture.normalized:
+            shares = graph.node("Div", shares, graph.node("ReduceSum", shares, graph.integers(-1)))
+        nothing = self._scaled(probabilities, 0.0, np.float32)
+        spread = graph.node("ScatterElements", nothing, chosen, shares, axis=-1)
+        return graph.node("Cast", spread, to=self._kind)
 
     def _linear(self, x: Rows, linear: Linear) -> Rows:
         weight, inputs = linear.weight, x.name

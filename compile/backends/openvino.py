@@ -5,7 +5,7 @@ constants. The CPU plugin decompresses them inside its matrix products; all sums
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -16,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 from openvino.op import Parameter, _PagedAttentionExtension
+from openvino.opset15 import scatter_nd_update
 from torch import Tensor
 
 from qtool.compile.backends.openvino_activation import fake_quantize
 from qtool.compile.codes import code_bytes
-from qtool.compile.config import DecoderConfig
+from qtool.compile.config import DecoderConfig, Mixture
 from qtool.compile.decoder import Attention, Weights, decode
 from qtool.compile.rope import Rope
 from qtool.compile.stack import alike, stack
@@ -119,6 +120,21 @@ class OpenVino:
         )
         return node.output(0)
 
+    def mixture(
+        self, x: Node, logits: Node, mixture: Mixture, experts: Sequence[Callable[[Node], Node]]
+    ) -> Node:
+        """Each expert on the rows that chose it: the weights of one that none chose are not read."""
+        shares = _shares(logits, mixture)
+        columns = ops.split(ops.transpose(shares, _integers([1, 0])), _integers(0), len(experts)).outputs()
+        total = self.scale(x, 0.0)
+        for column, expert in zip(columns, experts, strict=True):
+            share = _reshape(column, [-1, 1])
+            rows = ops.gather(ops.non_zero(share, "i32"), _integers(0), _integers(0)).output(0)
+            chosen, weight = (ops.gather(each, rows, _integers(0)).output(0) for each in (x, share))
+            update = self.multiply(expert(chosen), weight)
+            total = scatter_nd_update(total, _reshape(rows, [-1, 1]), update, "sum").output(0)
+        return total
+
     def activation(self, name: str, x: Node) -> Node:
         return _ACTIVATIONS[name](x).output(0)
 
@@ -177,6 +193,16 @@ def write(checkpoint: Checkpoint, config: DecoderConfig, folder: Path) -> None:
     """Write the graph and its weights as ``model.xml`` and ``model.bin``."""
     model = build_model(config, CheckpointWeights(config, checkpoint))
     ov.save_model(model, folder / MODEL, compress_to_fp16=False)
+
+
+def _shares(logits: Node, mixture: Mixture) -> Node:
+    """Each expert's share of each row [T, experts], 0 where it is not chosen."""
+    probabilities = ops.softmax(logits, 1)
+    shares, chosen = ops.topk(probabilities, _integers(mixture.num_chosen), 1, "max", "value").outputs()
+    if mixture.normalized:
+        shares = ops.divide(shares, ops.reduce_sum(shares, _integers([1]), True)).output(0)
+    nothing = ops.multiply(probabilities, _floats(0.0))
+    return ops.scatter_elements_update(nothing, chosen, shares, _integers(1)).output(0)
 
 
 def _dequantized(weight: QuantizedTensor) -> Node:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtool.compile.config import DecoderConfig
+from qtool.compile.config import DecoderConfig, Mixture
 from qtool.compile.decoder import Attention, Weights
 from qtool.compile.rope import Rope
 from qtool.compile.weights import CheckpointWeights
@@ -130,6 +130,19 @@ class Reference:
         slots = torch.arange(past, end, device=pool.device)
         pool[table[slots // block_size], slots % block_size] = new.view(-1, *pool.shape[2:]).to(pool.dtype)
         return pool[table[: -(-end // block_size)]].flatten(0, 1)[:end].to(new.dtype)
+
+    def mixture(
+        self, x: Tensor, logits: Tensor, mixture: Mixture, experts: Sequence[Callable[[Tensor], Tensor]]
+    ) -> Tensor:
+        shares, chosen = logits.float().softmax(dim=-1).topk(mixture.num_chosen)
+        if mixture.normalized:
+            shares = shares / shares.sum(dim=-1, keepdim=True)
+        output = torch.zeros_like(x)
+        for index, expert in enumerate(experts):
+            rows, rank = torch.where(chosen == index)
+            if len(rows):
+                output.index_add_(0, rows, expert(x[rows]) * shares[rows, rank, None].to(x.dtype))
+        return output
 
     def activation(self, name: str, x: Tensor) -> Tensor:
         return _ACTIVATIONS[name](x)

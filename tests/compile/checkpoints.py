@@ -1,6 +1,7 @@
 """Seeded checkpoints of every family, and quantized ones, with shapes that are odd on purpose."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from qtool.core.formats import compressed_tensors
@@ -65,6 +68,24 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "phi3": Phi3Config(**SHAPE, pad_token_id=0, sliding_window=21),
     "phi4-mini": Phi3Config(
         **SHAPE, pad_token_id=0, original_max_position_embeddings=160, rope_parameters=LONGROPE
+    ),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=2),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SHAPE,
+        head_dim=32,
+        moe_intermediate_size=48,
+        num_experts=7,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "qwen3-moe-sparse": Qwen3MoeConfig(
+        **SHAPE,
+        head_dim=16,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=2,
     ),
     "gemma3": Gemma3TextConfig(
         **SHAPE,
@@ -126,7 +147,7 @@ def write_quantized(
     shutil.copytree(source, folder)
     tensors = load_file(folder / "model.safetensors")
     chosen, dense = {}, []
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in [name for name in tensors if re.search(r"(_proj|\.w[123])\.weight$", name)]:
         module = name.removesuffix(".weight")
         scheme = next((scheme for part, scheme in schemes.items() if part in module), None)
         if scheme is None:

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from qtool.compile.config import read_config
+from qtool.compile.config import Mixture, read_config
 from qtool.compile.rope import plain_rope
 from qtool.errors import QtoolError
 from tests.compile.checkpoints import FAMILIES, LINEAR, LLAMA3, LONGROPE, YARN
@@ -22,9 +22,11 @@ CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 
@@ -44,6 +46,18 @@ def test_a_family_is_a_reading_of_its_config() -> None:
     assert (config.windows, config.qkv_bias, config.output_bias) == ((None, 40, 40), True, False)
     config = read_config(content("mistral"), "config.json")
     assert (config.windows, config.qkv_bias) == ((21, 21, 21), False)
+
+
+def test_layers_of_a_mixture_model_have_experts_or_one_mlp() -> None:
+    config = read_config(content("qwen3-moe"), "config.json")
+    experts = Mixture(num_experts=7, num_chosen=3, intermediate_size=48, normalized=True)
+    assert config.mixtures == (experts, None, experts)
+    config = read_config(content("qwen3-moe", num_local_experts=None, num_experts=7), "config.json")
+    assert config.mixtures == (experts, None, experts)
+    config = read_config(content("qwen3-moe-sparse"), "config.json")
+    assert config.mixtures == (None, Mixture(4, 2, 32, normalized=False), None)
+    config = read_config(content("mixtral"), "config.json")
+    assert config.mixtures == (Mixture(5, 2, 160, normalized=True),) * 3
 
 
 def test_a_phi_engine_ends_where_longrope_would_change_its_factors() -> None:
@@ -200,6 +214,14 @@ def test_gemma_layers_slide_by_a_pattern_and_have_a_rope_of_each_kind() -> None:
             {"original_max_position_embeddings": 64},
             "original_max_position_embeddings: is 64, wanted 160.*, as rope_parameters says",
         ),
+        ("mixtral", {"router_type": "sinkhorn"}, "router_type: unknown field"),
+        ("mixtral", {"num_experts_per_tok": 6}, r"is 6, wanted at most num_local_experts \(5\)"),
+        ("qwen3-moe", {"scoring_func": "sigmoid"}, "scoring_func: unknown field"),
+        ("qwen3-moe", {"n_group": 2, "topk_group": 1}, "n_group: unknown field.*topk_group"),
+        ("qwen3-moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size: unknown"),
+        ("qwen3-moe", {"num_experts": 3}, "num_local_experts: is 7, wanted 3"),
+        ("qwen3-moe", {"use_sliding_window": True}, "use_sliding_window: is True, wanted False"),
+        ("qwen3-moe", {"mlp_only_layers": [0.5]}, r"mlp_only_layers: is \[0.5\], wanted a list of whole"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: is 0.5, wanted 1.0"),
         ("llama", {"attention_sinks": True}, "attention_sinks: unknown field"),
         ("mistral", {"attention_bias": True}, "attention_bias: unknown field"),

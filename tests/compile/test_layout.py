@@ -22,6 +22,11 @@ WEIGHT = torch.randn(21, 32, generator=torch.Generator().manual_seed(0))
 SCHEMES = {
     "qkv_proj": IntScheme(4, 48, False),
     "gate_up_proj": IntScheme(4, 32, True),
+    "experts.0.w1": IntScheme(8, None, True),
+    "experts.1.w": IntScheme(4, 32, True),
+    "w3": IntScheme(4, 48, False),
+    "experts.2": IntScheme(4, None, False),
+    "experts": IntScheme(4, 16, True),
     "down_proj": IntScheme(8, None, False),
 }
 
@@ -52,9 +57,12 @@ def test_some_rows_of_a_linear_are_the_same_numbers(weight: Tensor | QuantizedTe
     assert torch.equal(part.bias, torch.arange(5.0, 18.0))
 
 
+@pytest.mark.parametrize("family", ["phi4-mini", "mixtral", "qwen3-moe"])
 @pytest.mark.parametrize("target", ["openvino", "onnx"])
-def test_quantized_linears_that_are_stored_as_one_reach_every_engine(target: str, tmp_path: Path) -> None:
-    source = write_family("phi4-mini", tmp_path / "source")
+def test_quantized_parts_of_a_linear_and_experts_reach_every_engine(
+    target: str, family: str, tmp_path: Path
+) -> None:
+    source = write_family(family, tmp_path / "source")
     checkpoint = write_quantized(source, tmp_path / "model", SCHEMES)
     compile_engine(checkpoint, target, tmp_path / "engine")
     tokens, table = [*range(100), *range(50)], [7, 2, 11, 5, 13]
