@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -538,6 +539,33 @@ def test_two_hundred_clients_that_leave_at_random_leave_nothing_behind() -> None
     assert stats.num_free_blocks == engine.num_blocks
     assert not loop._sequences
     assert loop._num_unfinished == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="reads memory as Linux tells it")
+def test_five_thousand_requests_leave_memory_and_blocks_as_they_were() -> None:
+    engine = FakeEngine(num_blocks=40, vocab_size=64)
+    loop = EngineLoop(engine, SchedulerConfig(16, 64), lambda _: None)
+
+    def serve(first: int, last: int) -> None:
+        for number in range(first, last):
+            prompt = [number % 60, number // 60 % 60, *[9] * (number % 9)]
+            requests = loop.submit([prompt], SamplingParams(max_tokens=2, seed=number, n=1 + number % 2))
+            if number % 7 == 0:
+                loop.cancel(requests[0])
+            step(loop, defaultdict(list))
+        while step(loop, defaultdict(list)):
+            pass
+
+    serve(0, 1000)  # what is made once: the index of all blocks, pools of the allocator
+    before = _resident_pages()
+    serve(1000, 6000)
+    assert _resident_pages() <= 1.05 * before
+    assert loop.stats().num_free_blocks == engine.num_blocks
+    assert not loop._sequences
+
+
+def _resident_pages() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1])
 
 
 def test_an_objective_is_kept_with_step_times_measured_at_the_start() -> None:
