@@ -10,10 +10,12 @@ from typing import Annotated, NoReturn
 import typer
 
 from qtool.cli import recipe
+from qtool.cli.batch import batch
 from qtool.cli.compile import compile_
 from qtool.cli.eval import eval_
 from qtool.cli.failures import enable_debug, report
 from qtool.cli.fetch import fetch
+from qtool.cli.inspect import inspect
 from qtool.cli.quantize import quantize
 from qtool.cli.run import run
 from qtool.cli.serve import serve
@@ -23,8 +25,10 @@ app.command()(fetch)
 app.command()(quantize)
 app.command("eval")(eval_)
 app.command("compile")(compile_)
+app.command()(inspect)
 app.command()(serve)
 app.command()(run)
+app.command()(batch)
 app.add_typer(recipe.app, name="recipe")
 
 

@@ -1,6 +1,8 @@
 """A Hugging Face checkpoint folder, read lazily: a tensor is loaded when it is asked for."""
 
 import json
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +131,15 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a stored tensor, without reading it."""
         return tuple(self._handle(name).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """The dtype of a stored tensor as safetensors calls it, such as ``BF16``, without reading it."""
+        return str(self._handle(name).get_slice(name).get_dtype())
+
+    def num_bytes(self, name: str) -> int:
+        """The bytes of a stored tensor, without reading it."""
+        digits = re.search(r"\d+", self.dtype(name))
+        return math.prod(self.shape(name)) * (int(digits[0]) if digits else 8) // 8
 
     def tensor(self, name: str) -> Tensor:
         """Read one stored tensor, in its stored dtype."""

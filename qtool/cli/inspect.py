@@ -1,0 +1,171 @@
+"""``qtool inspect``: what a checkpoint or an engine is, and what its steps cost at least."""
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from qtool.compile.inspection import Inspection
+    from qtool.compile.roofline import Machine, Step
+
+
+def inspect(
+    model: Annotated[
+        str, typer.Argument(help="Engine, checkpoint folder, .gguf file, built-in model or hub id.")
+    ],
+    bandwidth: Annotated[
+        float | None, typer.Option(min=0.001, help="Memory bandwidth in GB/s; measured here by default.")
+    ] = None,
+    flops: Annotated[
+        float | None, typer.Option(min=0.000001, help="Arithmetic in TFLOP/s; wants --bandwidth as well.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a sequence that decodes.")] = 1024,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, computed in one step.")] = 512,
+    kv_cache: Annotated[str, typer.Option(help="Precision of a checkpoint's keys and values.")] = "f16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Linears and bits, bytes by part, KV bytes a token, and the floor of a decode and a prefill step."""
+    from rich.console import Console
+
+    from qtool.compile.inspection import inspect as read
+    from qtool.compile.roofline import predict_step
+    from qtool.core.sources import resolve
+    from qtool.errors import UsageError, nearest
+
+    found, config, weights = read(resolve(model))
+    if found.engine is not None:
+        kv_cache = found.engine.kv_cache
+    if kv_cache not in found.kv_bytes_per_token:
+        raise UsageError(f"--kv-cache {kv_cache!r} is unknown; {nearest(kv_cache, found.kv_bytes_per_token)}")
+    machine, kv_bytes = _machine(bandwidth, flops), found.kv_bytes_per_token[kv_cache]
+    steps = {
+        f"decode, {batch} x {context}": predict_step(
+            config, weights, kv_bytes, machine, batch=batch, past=context, new=1
+        ),
+        f"prefill, {batch} x {prompt}": predict_step(
+            config, weights, kv_bytes, machine, batch=batch, past=0, new=prompt
+        ),
+    }
+    if as_json:
+        costs = {
+            name: {**step.model_dump(), "time": step.time, "bound": step.bound}
+            for name, step in steps.items()
+        }
+        typer.echo(
+            json.dumps(
+                {**found.model_dump(mode="json"), "machine": machine.model_dump(), "steps": costs}, indent=2
+            )
+        )
+        return
+    console = Console()
+    for table in (
+        _facts(found),
+        _parts(found),
+        _linears(found),
+        _profiles(found),
+        _steps(steps, machine, kv_cache),
+    ):
+        if table.row_count:
+            console.print(table)
+
+
+def _machine(bandwidth: float | None, flops: float | None) -> "Machine":
+    from qtool.compile.machine import measure
+    from qtool.compile.roofline import Machine
+    from qtool.errors import UsageError
+
+    if bandwidth is None:
+        if flops is not None:
+            raise UsageError("--flops alone would be judged by this machine's memory; give --bandwidth too")
+        return measure()
+    return Machine(bandwidth=bandwidth * 1e9, flops=None if flops is None else flops * 1e12, measured=False)
+
+
+def _facts(found: "Inspection") -> "Table":
+    table = _table(found.path, "", "")
+    table.add_row("kind", found.kind)
+    table.add_row("architecture", f"{found.architecture}, {found.num_layers} layers")
+    table.add_row("parameters", f"{found.parameters / 1e6:,.1f} M")
+    table.add_row("weights", _size(found.weight_bytes))
+    table.add_row("longest context", f"{found.max_context:,} tokens")
+    for name, size in found.kv_bytes_per_token.items():
+        table.add_row(
+            f"KV cache, {name}", f"{size:,} bytes a token, {_size(size * found.max_context)} at most"
+        )
+    if found.engine is not None:
+        table.add_row("block", f"{found.engine.block_size} tokens")
+        table.add_row("window", f"{found.engine.window} tokens" if found.engine.window else "none")
+        table.add_row(
+            "built with", ", ".join(f"{name} {text}" for name, text in found.engine.versions.items())
+        )
+    if found.compute_capabilities:
+        table.add_row(
+            "compute capabilities", ", ".join(f"{cc / 10:.1f}" for cc in found.compute_capabilities)
+        )
+    return table
+
+
+def _parts(found: "Inspection") -> "Table":
+    table = _table("bytes", "part", "size", "share")
+    for name, size in sorted(found.parts.items(), key=lambda item: -item[1]):
+        table.add_row(name, _size(size), f"{size / found.weight_bytes:.1%}")
+    return table
+
+
+def _linears(found: "Inspection") -> "Table":
+    table = _table("linears", "name", "count", "outputs x inputs", "stored as", "bits a weight", "size")
+    for row in found.linears:
+        shape = f"{row.out_features} x {row.in_features}"
+        table.add_row(
+            row.name.removeprefix("model."),
+            str(row.count),
+            shape,
+            row.scheme,
+            f"{row.bits:.2f}",
+            _size(row.bytes),
+        )
+    return table
+
+
+def _profiles(found: "Inspection") -> "Table":
+    table = _table("profiles", "call", "least, best and largest sizes", "memory of a context")
+    for profile in found.profiles:
+        sizes = ", ".join(f"{name} {low}/{best}/{high}" for name, (low, best, high) in profile.sizes.items())
+        table.add_row(profile.kind, sizes, _size(profile.activation_bytes))
+    return table
+
+
+def _steps(steps: dict[str, "Step"], machine: "Machine", kv_cache: str) -> "Table":
+    arithmetic = "" if machine.flops is None else f", {machine.flops / 1e12:.3g} TFLOP/s"
+    source = "measured here" if machine.measured else "given"
+    table = _table(
+        f"floor at {machine.bandwidth / 1e9:.1f} GB/s{arithmetic} ({source}), KV cache {kv_cache}",
+        *("step, sequences x tokens", "moved", "GFLOP", "at least", "tokens/s at most", "bound by"),
+    )
+    for name, step in steps.items():
+        table.add_row(
+            name,
+            _size(step.bytes),
+            f"{step.flops / 1e9:.2f}",
+            f"{step.time * 1e3:.3g} ms",
+            f"{step.tokens / step.time:,.0f}",
+            step.bound or "give --flops",
+        )
+    return table
+
+
+def _table(title: str, *columns: str) -> "Table":
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=any(columns))
+    for index, column in enumerate(columns):
+        table.add_column(column, no_wrap=index == 0)
+    return table
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.2f} GB"
