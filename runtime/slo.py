@@ -13,6 +13,8 @@ SloPolicy = Literal["queue", "reject"]
 
 _HEADROOM = 0.9
 """Share of the objective that is planned with; the rest is for what the model does not foresee."""
+_OUT_OF_REACH = 1.5
+"""Times the step of a lone sequence that a step may take where the objective can't be kept."""
 _MIN_CHUNK = 16
 """Tokens that a prompt's first chunk has at least: smaller ones cost more than they bring."""
 _SECOND_MS = 1000.0
@@ -134,7 +136,14 @@ class Pacer:
         context = sum(len(sequence.tokens) for sequence in running) // len(running)
         fixed = self.model.predict_ms(StepLoad())
         each = self.model.predict_ms(StepLoad().plus(context, 1)) - fixed
-        return max(int((_HEADROOM * self.slo.tpot_ms - fixed) / max(each, 1e-6)), 1)
+        return max(int((self._ceiling_ms(self.slo.tpot_ms) - fixed) / max(each, 1e-6)), 1)
 
     def _fits(self, load: StepLoad) -> bool:
-        return self.slo.tpot_ms is None or self.model.predict_ms(load) <= _HEADROOM * self.slo.tpot_ms
+        return self.slo.tpot_ms is None or self.model.predict_ms(load) <= self._ceiling_ms(self.slo.tpot_ms)
+
+    def _ceiling_ms(self, tpot_ms: float) -> float:
+        """What a step may take. An objective that a lone sequence misses is out of reach: one after the other
+        would miss it too, and take far longer; so some share a step that takes little more."""
+        alone = self.model.predict_ms(StepLoad().plus(0, 1))
+        planned = _HEADROOM * tpot_ms
+        return planned if alone <= planned else _OUT_OF_REACH * alone

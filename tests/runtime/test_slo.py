@@ -75,9 +75,12 @@ def test_requests_that_cannot_have_their_first_token_in_time_are_refused_and_the
 
 
 @pytest.mark.parametrize("tpot_ms", [0.001, 15.0])
-def test_an_objective_that_cannot_be_met_slows_nothing_to_a_halt(tpot_ms: float) -> None:
-    load = poisson(1, 0, 10, seed=4)
-    assert len(simulate(replace(LIMITS, slo=Slo(tpot_ms=tpot_ms)), load, machine()).tpot_ms) == len(load)
+def test_an_objective_that_cannot_be_met_does_not_serve_one_after_the_other(tpot_ms: float) -> None:
+    load = poisson(3, 0, 10, seed=4)
+    alone = simulate(replace(LIMITS, max_num_seqs=1), load, machine())
+    missed = simulate(replace(LIMITS, slo=Slo(tpot_ms=tpot_ms)), load, machine())
+    assert len(missed.tpot_ms) == len(load)
+    assert missed.seconds < 0.75 * alone.seconds
 
 
 def test_the_model_finds_the_coefficients_and_follows_a_machine_that_slows_down() -> None:
