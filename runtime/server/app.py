@@ -10,29 +10,18 @@ import qtool
 from qtool.runtime.client import Client
 from qtool.runtime.server.errors import add_error_handlers
 from qtool.runtime.server.generation_routes import generation_routes
-from qtool.runtime.server.metrics import Metrics
 from qtool.runtime.server.middleware import KeyMiddleware, RecordMiddleware, SizeMiddleware
 from qtool.runtime.server.openapi import describe
 from qtool.runtime.server.operations import operations_routes
 from qtool.runtime.server.responses import Json
-from qtool.runtime.server.service import Service
+from qtool.runtime.server.service import Service, make_service
 from qtool.runtime.server.settings import ServerSettings
 from qtool.runtime.server.tokenization import tokenization_routes
-from qtool.runtime.structured.compiler import GrammarCompiler
-from qtool.runtime.tools.formats import detect_format
 
 
 def create_app(client: Client, model: str, settings: ServerSettings | None = None) -> ASGIApp:
     """The OpenAI-compatible API over a client whose loop runs, serving it under the name `model`."""
-    settings = settings or ServerSettings()
-    service = Service(
-        client,
-        model,
-        settings,
-        Metrics(client),
-        GrammarCompiler(client.tokenizer, client.vocab_size),
-        settings.tool_format or detect_format(client.tokenizer.chat_template),
-    )
+    service = make_service(client, model, settings or ServerSettings())
     return _surround(_routes(service), service)
 
 

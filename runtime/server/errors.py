@@ -2,6 +2,8 @@
 
 import http
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -27,19 +29,26 @@ def error_object(message: str, status: int, param: str | None = None) -> dict[st
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def error_response(error: QtoolError) -> JSONResponse:
-    """404 for an unknown model, 400 for what the client can mend, 503 or 504 for what time may, else 500."""
-    param = error.param if isinstance(error, ParameterError) else None
+def error_parts(error: QtoolError) -> tuple[int, dict[str, object], dict[str, str]]:
+    """Status, body and headers: 404 for an unknown model, 400 for what the client can mend, 503 or 504 for
+    what time may, else 500.
+    """
     if isinstance(error, ModelNotFoundError):
-        return JSONResponse(error_object(str(error), 404, "model"), 404)
+        return 404, error_object(str(error), 404, "model"), {}
     if isinstance(error, UsageError):
-        return JSONResponse(error_object(str(error), 400, param), 400)
+        param = error.param if isinstance(error, ParameterError) else None
+        return 400, error_object(str(error), 400, param), {}
     if isinstance(error, NotAdmittingError):
         seconds = error.retry_after_s if isinstance(error, OverloadedError) else _RETRY_AFTER_S
-        return JSONResponse(error_object(str(error), 503), 503, {"Retry-After": str(math.ceil(seconds))})
-    if isinstance(error, DeadlineExceededError):
-        return JSONResponse(error_object(str(error), 504), 504)
-    return JSONResponse(error_object(str(error), 500), 500)
+        return 503, error_object(str(error), 503), {"Retry-After": str(math.ceil(seconds))}
+    status = 504 if isinstance(error, DeadlineExceededError) else 500
+    return status, error_object(str(error), status), {}
+
+
+def error_response(error: QtoolError) -> JSONResponse:
+    """An error as a response."""
+    status, body, headers = error_parts(error)
+    return JSONResponse(body, status, headers)
 
 
 async def answer_loading(scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,10 +67,11 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid_body(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        param = _param(first["loc"])
-        message = first["msg"] if param is None else f"{param}: {first['msg']}"
         if first["type"] == "json_invalid":
-            message, param = f"the body is not valid JSON: {first['ctx']['error']}", None
+            message = f"the body is not valid JSON: {first['ctx']['error']}"
+            return JSONResponse(error_object(message, 400), 400)
+        param, problem = first_problem({**first, "loc": first["loc"][1:]})
+        message = problem if param is None else f"{param}: {problem}"
         return JSONResponse(error_object(message, 400, param), 400)
 
     @app.exception_handler(HTTPException)
@@ -74,9 +84,9 @@ def add_error_handlers(app: FastAPI) -> None:
         return JSONResponse(error_object(f"internal error: {type(error).__name__}", 500), 500)
 
 
-def _param(location: tuple[str | int, ...]) -> str | None:
-    """`messages[0].role` for ("body", "messages", 0, "role")."""
+def first_problem(detail: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The field, as `messages[0].role` for ("messages", 0, "role"), and what is wrong with it."""
     path = ""
-    for part in location[1:]:
+    for part in detail["loc"]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path or None
+    return path or None, detail["msg"]

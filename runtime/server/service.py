@@ -8,7 +8,7 @@ from qtool.runtime.server.errors import ModelNotFoundError
 from qtool.runtime.server.metrics import Metrics
 from qtool.runtime.server.settings import ServerSettings
 from qtool.runtime.structured.compiler import GrammarCompiler
-from qtool.runtime.tools.formats import ToolFormat
+from qtool.runtime.tools.formats import ToolFormat, detect_format
 
 
 @dataclass(frozen=True)
@@ -34,3 +34,15 @@ class Service:
         vocab_size = self.client.vocab_size
         if outside := [token for token in ids if not 0 <= token < vocab_size]:
             raise ParameterError(param, f"token id {outside[0]} is not in 0 … {vocab_size - 1}")
+
+
+def make_service(client: Client, model: str, settings: ServerSettings) -> Service:
+    """A client's service under the name `model`."""
+    return Service(
+        client,
+        model,
+        settings,
+        Metrics(client),
+        GrammarCompiler(client.tokenizer, client.vocab_size),
+        settings.tool_format or detect_format(client.tokenizer.chat_template),
+    )
