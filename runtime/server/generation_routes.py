@@ -1,4 +1,4 @@
-"""The routes that generate: completions and chat completions."""
+"""The routes that generate: completions, chat completions and responses."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,6 +11,8 @@ from qtool.runtime.server.choices import ChatChoice, CompletionChoice
 from qtool.runtime.server.completion_body import CompletionBody, Prompt
 from qtool.runtime.server.generation import Generation, respond
 from qtool.runtime.server.generation_body import GenerationBody
+from qtool.runtime.server.response_body import ResponseBody
+from qtool.runtime.server.response_writer import ResponseWriter
 from qtool.runtime.server.responses import Envelope, Usage
 from qtool.runtime.server.service import Service
 from qtool.runtime.server.token_logprobs import CompletionLogprobs
@@ -22,7 +24,7 @@ from qtool.runtime.tools.parsers import make_parser
 
 
 def generation_routes(service: Service) -> APIRouter:
-    """/v1/completions and /v1/chat/completions."""
+    """/v1/completions, /v1/chat/completions and /v1/responses."""
     router = APIRouter(prefix="/v1", tags=["generation"])
 
     @router.post("/completions")
@@ -37,6 +39,13 @@ def generation_routes(service: Service) -> APIRouter:
         service.refuse_other(body.model)
         generation = await asyncio.to_thread(chat_generation, service, body)
         writer = chat_writer(service, body, generation)
+        return await respond(service, request, generation, writer, stream=body.stream)
+
+    @router.post("/responses")
+    async def responses(body: ResponseBody, request: Request) -> Response:
+        service.refuse_other(body.model)
+        generation = await asyncio.to_thread(chat_generation, service, body.for_chat())
+        writer = ResponseWriter(body, len(generation.prompts[0]))
         return await respond(service, request, generation, writer, stream=body.stream)
 
     return router
