@@ -1,5 +1,6 @@
 """What logits give: the next token of each sequence whose end a step reached, and prompts' logprobs."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from qtool.runtime.logprobs import TokenLogprobs, token_logprobs
 from qtool.runtime.request import SequenceState
 from qtool.runtime.sampling import NO_TOKEN, sample
 from qtool.runtime.scheduler import Chunk
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -25,24 +28,29 @@ class NextToken:
 def next_tokens(logits: Sequence[Floats] | Floats, sequences: Sequence[SequenceState]) -> list[NextToken]:
     """Choose a token for each of R sequences by its row of logits [V]. The sequences are not changed, but
     their generators are, and their constraints accept the tokens."""
-    rows = [adjusted(row, sequence) for row, sequence in zip(logits, sequences, strict=True)]
-    tokens = sample(
-        rows, [sequence.params for sequence in sequences], [sequence.generator for sequence in sequences]
-    )
-    return [
-        _report(row, sequence, token) for row, sequence, token in zip(logits, sequences, tokens, strict=True)
-    ]
+    return [_next_token(row, sequence) for row, sequence in zip(logits, sequences, strict=True)]
 
 
-def _report(row: Floats, sequence: SequenceState, token: int) -> NextToken:
-    if token == NO_TOKEN:
-        if not np.isfinite(row.max()):
-            return NextToken(None, error="the model gave logits that are not finite")
-        return NextToken(None, error="no token is left to choose: the request's rules forbid every one")
-    if sequence.constraint is not None:
-        sequence.constraint.accept(token)
-    num_top = sequence.params.logprobs
-    return NextToken(token, None if num_top is None else token_logprobs(row, token, num_top))
+def _next_token(row: Floats, sequence: SequenceState) -> NextToken:
+    params = sequence.params
+    try:
+        token = sample(adjusted(row, sequence), params, sequence.generator)
+        if token == NO_TOKEN:
+            return NextToken(None, error=_why_none(row))
+        if sequence.constraint is not None:
+            sequence.constraint.accept(token)
+    except Exception as error:  # a grammar that fails, however it does, must not end the other requests
+        _log.exception("a sequence fails where its next token is chosen")
+        return NextToken(None, error=f"{type(error).__name__}: {error}")
+    if params.logprobs is None:
+        return NextToken(token)
+    return NextToken(token, token_logprobs(row, token, params.logprobs))
+
+
+def _why_none(row: Floats) -> str:
+    if np.isfinite(row.max()):
+        return "no token is left to choose: the request's rules forbid every one"
+    return "the model gave logits that are not finite"
 
 
 def report_prompts(logits: Floats, chunks: Sequence[Chunk]) -> None:

@@ -106,6 +106,21 @@ def test_a_constraint_is_filled_accepts_and_ends_the_sequence() -> None:
     assert sequence.finish_reason() == "stop"
 
 
+@pytest.mark.parametrize("method", ["fill_mask", "accept"])
+def test_a_grammar_that_fails_ends_its_own_sequence_and_no_other(method: str) -> None:
+    class Failing(Only):
+        pass
+
+    def fail(self: Only, argument: object) -> None:
+        raise ValueError("the grammar is lost")
+
+    setattr(Failing, method, fail)
+    bad = state(SamplingParams(), options=RequestOptions(constraint=lambda: Failing([35])))
+    failed, fine = next_tokens([row(), row()], [bad, state(SamplingParams(temperature=0))])
+    assert (failed.token, failed.error) == (None, "ValueError: the grammar is lost")
+    assert fine.token == int(row().argmax())
+
+
 @pytest.mark.parametrize("token", [0, 31, 32, 36])
 def test_bits_of_a_mask_are_tokens_least_significant_first(token: int) -> None:
     mask = np.full(bitmask_width(VOCAB), -1, np.int32)

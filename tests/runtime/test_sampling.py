@@ -89,7 +89,7 @@ def test_tokens_follow_the_distribution(temperature: float, top_k: int, top_p: f
     num_draws, row = 40_000, logits()
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=3)
     generator = params.generator()
-    drawn = [sample(row[None], [params], [generator])[0] for _ in range(num_draws)]
+    drawn = [sample(row, params, generator) for _ in range(num_draws)]
     counts = np.bincount(drawn, minlength=len(row))
     wanted = expected(row, temperature, top_k, top_p) * num_draws
     assert counts[wanted == 0].sum() == 0
@@ -101,9 +101,9 @@ def test_tokens_follow_the_distribution(temperature: float, top_k: int, top_p: f
 
 
 def test_greedy_and_top_k_of_one_take_the_first_of_equal_logits() -> None:
-    row = np.array([[1, 4, 4, 0, 4]], np.float32)
+    row = np.array([1, 4, 4, 0, 4], np.float32)
     for params in (SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(top_p=0.01)):
-        assert sample(row, [params], [params.generator()]) == [1]
+        assert sample(row, params, params.generator()) == 1
 
 
 def test_top_k_keeps_exactly_k_of_equal_logits_the_lowest_ids_first() -> None:
@@ -116,27 +116,18 @@ def test_the_nucleus_is_the_smallest_set_that_reaches_top_p() -> None:
     assert sizes == {0.49: 1, 0.74: 2, 0.8: 3}
 
 
-def test_a_row_gets_the_same_token_whatever_else_is_in_the_batch() -> None:
-    params = SamplingParams(temperature=0.9, top_p=0.9, seed=11)
-    alone = sample(logits()[None], [params], [params.generator()])
-    others = [SamplingParams(seed=1), SamplingParams(temperature=0), SamplingParams(top_k=3, seed=2)]
-    batch = np.stack([logits(seed=5), logits(seed=6), logits(), logits(seed=7)])
-    mixed = [others[0], others[1], params, others[2]]
-    assert sample(batch, mixed, [each.generator() for each in mixed])[2] == alone[0]
-
-
 def test_a_greedy_row_takes_nothing_from_its_generator() -> None:
     params = SamplingParams(temperature=0, seed=4)
     generator = params.generator()
-    sample(logits()[None], [params], [generator])
+    sample(logits(), params, generator)
     assert generator.random() == params.generator().random()
 
 
 def test_extreme_logits_and_temperatures_neither_overflow_nor_draw_the_impossible() -> None:
-    row = np.array([[-np.inf, 3e38, -3e38, 0]], np.float32)
+    row = np.array([-np.inf, 3e38, -3e38, 0], np.float32)
     for temperature in (1e-30, 1.0, 1e30):
         params = SamplingParams(temperature=temperature, seed=0)
-        assert sample(row, [params], [params.generator()])[0] in ({1} if temperature < 1e30 else {1, 2, 3})
+        assert sample(row, params, params.generator()) in ({1} if temperature < 1e30 else {1, 2, 3})
 
 
 def test_the_ends_of_the_unit_interval_draw_tokens_of_positive_probability() -> None:
@@ -155,13 +146,9 @@ def test_a_large_vocabulary_is_drawn_from_as_a_small_one_is() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_row_that_is_not_finite_has_no_token(bad: float) -> None:
-    rows = np.stack([logits(), logits()])
-    rows[0, 5] = bad
-    params = [SamplingParams(temperature=0), SamplingParams(temperature=0)]
-    tokens = sample(rows, params, [each.generator() for each in params])
-    assert tokens == [NO_TOKEN, int(rows[1].argmax())]
-    assert sample(np.full((1, 3), -np.inf, np.float32), params[:1], [params[0].generator()]) == [NO_TOKEN]
-
-
-def test_no_rows_give_no_tokens() -> None:
-    assert sample(np.empty((0, 37), np.float32), [], []) == []
+    for temperature in (0, 1):
+        params = SamplingParams(temperature=temperature)
+        row = logits()
+        row[5] = bad
+        assert sample(row, params, params.generator()) == NO_TOKEN
+        assert sample(np.full(3, -np.inf, np.float32), params, params.generator()) == NO_TOKEN
