@@ -1,22 +1,20 @@
 """From a grammar to what restricts a sequence's tokens, through llguidance."""
 
+import logging
 import threading
 from functools import lru_cache
 
 from llguidance import LLMatcher, LLTokenizer
 
-from qtool.errors import QtoolError
 from qtool.runtime.constraint import Bitmask, ConstraintFactory
 from qtool.runtime.request import ParameterError
 from qtool.runtime.structured.grammar import Grammar
 from qtool.runtime.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
+
 _CACHED_GRAMMARS = 128
 _MAX_MESSAGE = 300
-
-
-class GrammarError(QtoolError):
-    """A grammar became too complex while an answer followed it."""
 
 
 class GrammarCompiler:
@@ -57,7 +55,11 @@ class GrammarCompiler:
 
 
 class GrammarConstraint:
-    """One sequence's way through a grammar: a TokenConstraint."""
+    """One sequence's way through a grammar: a TokenConstraint.
+
+    A grammar may turn out too complex to go on with. No token is allowed then, so that this request fails,
+    and no other: the engine loop is everyone's.
+    """
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -65,24 +67,19 @@ class GrammarConstraint:
     @property
     def finished(self) -> bool:
         """Whether the text is complete and nothing can follow it."""
-        return self._matcher.is_stopped()
+        return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def fill_mask(self, row: Bitmask) -> None:
         """Allow the tokens that the grammar can go on with."""
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        self._check()
+        if self._matcher.is_error():
+            _log.warning("a grammar cannot be followed any further: %s", self._matcher.get_error())
+            row[:] = 0
 
     def accept(self, token: int) -> None:
         """Move on by a token."""
         self._matcher.consume_token(token)
-        self._check()
 
     def rollback(self, num_tokens: int) -> None:
         """Take back tokens."""
         self._matcher.rollback(num_tokens)
-        self._check()
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            problem = " ".join(self._matcher.get_error().split())
-            raise GrammarError(f"the grammar cannot be followed any further: {problem:.{_MAX_MESSAGE}}")

@@ -132,6 +132,15 @@ def test_a_rollback_takes_drafts_back_even_past_the_end(
     assert allowed(constraint) == before
 
 
+def test_a_grammar_that_fails_on_the_way_allows_nothing_and_is_not_finished(
+    compiler: GrammarCompiler, byte_tokenizer: Tokenizer
+) -> None:
+    constraint = compiler.compile(grammar.regex("guided_regex", "[0-9]+"))()
+    constraint.accept(byte_tokenizer.encode("x")[0])  # as a limit would, it stops the matcher
+    assert allowed(constraint) == []
+    assert not constraint.finished
+
+
 def test_choices_of_one_request_follow_their_own_texts(
     compiler: GrammarCompiler, byte_tokenizer: Tokenizer
 ) -> None:
