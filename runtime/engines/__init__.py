@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-from qtool.compile.config import read_config
 from qtool.compile.engine import ENGINE, read_spec
-from qtool.core.checkpoint import Checkpoint
 from qtool.core.lazy import load
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.runtime.engines.contract import Engine
@@ -44,5 +42,9 @@ def max_context(path: Path) -> int:
     if (path / ENGINE).is_file():
         return read_spec(path).max_context
     if (path / "config.json").is_file():
+        # A checkpoint is read with torch, which serving an engine does without.
+        from qtool.compile.config import read_config
+        from qtool.core.checkpoint import Checkpoint
+
         return read_config(Checkpoint(path).config, str(path / "config.json")).max_context
     raise UsageError(f"{path}: holds neither {ENGINE} nor config.json; wanted an engine or a checkpoint")
