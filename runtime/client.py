@@ -115,10 +115,10 @@ def _next_piece(index: int, stream: TextStream, output: Output, stop_token_ids: 
     reason = output.finish_reason
     # A token that ends the sequence is no text; the last one that a grammar allows is.
     text = "" if reason == "stop" and output.token in stop_token_ids else stream.push(output.token)
+    if reason is not None and not stream.stopped:
+        text += stream.finish()
     if stream.stopped:
         reason = "stop"
-    elif reason is not None:
-        text += stream.finish()
     return Piece(
         index,
         text,

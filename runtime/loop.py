@@ -17,7 +17,13 @@ from qtool.runtime.events import Event, Observer, SequenceDone, StepDone
 from qtool.runtime.failures import GenerationError, NotAdmittingError, OverloadedError
 from qtool.runtime.logprobs import TokenLogprobs
 from qtool.runtime.next_token import NextToken, next_tokens, report_prompts
-from qtool.runtime.request import FinishReason, RequestOptions, SamplingParams, SequenceState
+from qtool.runtime.request import (
+    FinishReason,
+    RequestOptions,
+    SamplingParams,
+    SequenceState,
+    refuse_ids_outside,
+)
 from qtool.runtime.scheduler import Chunk, Scheduler, SchedulerConfig
 from qtool.runtime.slo import Pacer
 from qtool.runtime.steptime import StepTimeModel
@@ -121,6 +127,7 @@ class EngineLoop:
         """
         params.refuse_tokens_outside(self._engine.vocab_size)
         for prompt in prompts:
+            refuse_ids_outside("prompt", prompt, self._engine.vocab_size)
             self.scheduler.refuse_misfit(len(prompt), params)
         sequences = [sequence for prompt in prompts for sequence in self._choices(prompt, params, options)]
         lengths = [len(prompt) for prompt in prompts]

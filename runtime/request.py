@@ -29,6 +29,15 @@ class ParameterError(UsageError):
         self.param = param
 
 
+def refuse_ids_outside(param: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Raise ParameterError for a token id that the model does not have: an engine would read past its
+    embeddings.
+    """
+    outside = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise ParameterError(param, f"token id {outside} is not in 0 … {vocab_size - 1}")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to continue a prompt. Defaults are the OpenAI API's; a model's generation_config.json sets none.
@@ -121,9 +130,7 @@ class SamplingParams:
             "bad_words": (token for words in self.bad_words for token in words),
         }
         for name, tokens in given.items():
-            for token in tokens:
-                if not 0 <= token < vocab_size:
-                    raise ParameterError(name, f"token id {token} is not in 0 … {vocab_size - 1}")
+            refuse_ids_outside(name, tokens, vocab_size)
 
     @property
     def adjusts_logits(self) -> bool:

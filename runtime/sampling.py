@@ -11,6 +11,9 @@ from qtool.runtime.request import SamplingParams
 NO_TOKEN = -1
 """Stands for the token of a row whose logits have no finite maximum."""
 
+_COLDEST = float(np.finfo(np.float32).tiny)
+"""A temperature below is this one, which leaves only the likeliest tokens: it would be 0 in float32."""
+
 _CHUNK = 256
 _FEW = 4096
 _SAMPLE = 2048
@@ -74,7 +77,7 @@ def distribution(logits: Floats, params: SamplingParams) -> Distribution:
     """
     with np.errstate(over="ignore", under="ignore"):  # a tiny temperature sends all but the best to exp(-inf)
         weights = logits - logits.max()
-        weights /= np.float32(params.temperature)
+        weights /= np.float32(max(params.temperature, _COLDEST))
     np.exp(weights, out=weights)
     top_k = min(params.top_k or len(weights), len(weights))
     if top_k < len(weights) or params.top_p < 1 or params.min_p > 0:

@@ -19,6 +19,9 @@ class TokenBytes:
         kinds = set(_decoder_kinds(json.loads(fast.to_str())["decoder"]))
         self._alphabet = byte_alphabet() if "ByteLevel" in kinds else None
         self._byte_fallback = "ByteFallback" in kinds
+        spells_bytes = self._alphabet is not None or self._byte_fallback
+        self.longest = max(len(token.encode()) for token in fast.get_vocab()) if spells_bytes else None
+        """No token stands for more bytes of a text; None where an unknown token may stand for any number."""
 
     def __call__(self, token_id: int) -> bytes:
         """The token's bytes; none for an id that the tokenizer doesn't use."""

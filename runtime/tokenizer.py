@@ -73,8 +73,18 @@ class Tokenizer:
         """The tokenizer as a tokenizer.json."""
         return self._fast.to_str()
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer puts around one (often a BOS)."""
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, most: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer puts around one (often a BOS).
+
+        Raises ParameterError for `param`, before any work, when the text can't fit into `most` tokens.
+        """
+        longest = self.token_bytes.longest
+        if most is not None and longest is not None and (size := len(text.encode())) > most * longest:
+            raise ParameterError(
+                param, f"is a text of {size} bytes, which can't fit into {most} tokens; shorten it"
+            )
         return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -130,15 +140,19 @@ class Tokenizer:
         tools: Sequence[Message] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        most: int | None = None,
     ) -> list[int]:
-        """Token ids of `render_chat`. The template writes the special tokens, so none is added: one BOS."""
+        """Token ids of `render_chat`; with `most` as in `encode`.
+
+        The template writes the special tokens, so none is added: one BOS.
+        """
         text = self.render_chat(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False, most=most, param="messages")
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,10 @@ def add_error_handlers(app: FastAPI) -> None:
         message = f"{request.method} {request.url.path}: {error.detail}"
         return JSONResponse(error_object(message, error.status_code), error.status_code, error.headers)
 
+    @app.exception_handler(RecursionError)
+    async def too_deep(_: Request, error: RecursionError) -> JSONResponse:
+        return JSONResponse(error_object("the body is nested too deeply; send a flatter one", 400), 400)
+
     @app.exception_handler(Exception)
     async def unexpected(_: Request, error: Exception) -> JSONResponse:
         return JSONResponse(error_object(f"internal error: {type(error).__name__}", 500), 500)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
-from qtool.runtime.request import ParameterError, RequestOptions
+from qtool.runtime.request import ParameterError, RequestOptions, refuse_ids_outside
 from qtool.runtime.server.chat_body import ChatBody
 from qtool.runtime.server.choices import ChatChoice, CompletionChoice
 from qtool.runtime.server.completion_body import CompletionBody, Prompt
@@ -96,6 +96,7 @@ def chat_generation(service: Service, body: ChatBody) -> Generation:
         tools=[tool.for_template() for tool in body.tools] if body.may_call else None,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
+        most=service.client.max_tokens_per_sequence,
     )
     max_tokens = body.token_limit
     if max_tokens is None:
@@ -163,9 +164,12 @@ def _options(
 
 
 def _token_ids(service: Service, prompts: Sequence[Prompt]) -> list[list[int]]:
+    client = service.client
     encoded = []
     for prompt in prompts:
-        ids = service.client.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        service.check_token_ids("prompt", ids)
-        encoded.append(ids)
+        if isinstance(prompt, str):
+            encoded.append(client.tokenizer.encode(prompt, most=client.max_tokens_per_sequence))
+        else:
+            refuse_ids_outside("prompt", prompt, client.vocab_size)
+            encoded.append(prompt)
     return encoded

@@ -33,7 +33,7 @@ class Body(BaseModel):
         fields = {field.alias or name for name, field in cls.model_fields.items()}
         kept = {}
         for name, value in data.items():
-            if value is None or (name in cls.no_effect and value in cls.no_effect[name]):
+            if value is None or any(_same(value, nothing) for nothing in cls.no_effect.get(name, ())):
                 continue
             if name in cls.no_effect:
                 raise ParameterError(
@@ -45,6 +45,11 @@ class Body(BaseModel):
                 )
             kept[name] = value
         return kept
+
+
+def _same(value: object, other: object) -> bool:
+    """Equal, and not one a truth value and the other a number."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def is_text(value: object) -> bool:

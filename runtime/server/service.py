@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from qtool.runtime.client import Client
-from qtool.runtime.request import ParameterError
 from qtool.runtime.server.errors import ModelNotFoundError
 from qtool.runtime.server.metrics import Metrics
 from qtool.runtime.server.settings import ServerSettings
@@ -28,12 +27,6 @@ class Service:
         """Raise ModelNotFoundError unless `name` is the model's."""
         if name != self.model:
             raise ModelNotFoundError(f"model {name!r:.80} is not served here; this server has {self.model!r}")
-
-    def check_token_ids(self, param: str, ids: list[int]) -> None:
-        """Raise ParameterError for an id outside the vocabulary: an engine would read past its embeddings."""
-        vocab_size = self.client.vocab_size
-        if outside := [token for token in ids if not 0 <= token < vocab_size]:
-            raise ParameterError(param, f"token id {outside[0]} is not in 0 … {vocab_size - 1}")
 
 
 def make_service(client: Client, model: str, settings: ServerSettings) -> Service:

@@ -5,7 +5,7 @@ import asyncio
 from fastapi import APIRouter
 from pydantic import model_validator
 
-from qtool.runtime.request import ParameterError
+from qtool.runtime.request import ParameterError, refuse_ids_outside
 from qtool.runtime.server.chat_body import ChatMessage
 from qtool.runtime.server.protocol import Body
 from qtool.runtime.server.responses import Json
@@ -61,7 +61,7 @@ def tokenization_routes(service: Service) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Json:
         service.refuse_other(service.model if body.model is None else body.model)
-        service.check_token_ids("tokens", body.tokens)
+        refuse_ids_outside("tokens", body.tokens, service.client.vocab_size)
         text = await asyncio.to_thread(tokenizer.showing_special_tokens.decode, body.tokens)
         return {"prompt": text}
 

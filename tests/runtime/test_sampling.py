@@ -125,7 +125,7 @@ def test_a_greedy_row_takes_nothing_from_its_generator() -> None:
 
 def test_extreme_logits_and_temperatures_neither_overflow_nor_draw_the_impossible() -> None:
     row = np.array([-np.inf, 3e38, -3e38, 0], np.float32)
-    for temperature in (1e-30, 1.0, 1e30):
+    for temperature in (1e-300, 1e-30, 1.0, 1e30):
         params = SamplingParams(temperature=temperature, seed=0)
         assert sample(row, params, params.generator()) in ({1} if temperature < 1e30 else {1, 2, 3})
 

@@ -177,6 +177,15 @@ def test_a_stop_string_ends_the_answer_before_it(client: OpenAI, byte_tokenizer:
     assert done.usage.completion_tokens < 30
 
 
+def test_a_stop_string_that_only_the_last_token_completes_is_the_reason(
+    served: Served[FakeEngine], byte_tokenizer: Tokenizer
+) -> None:
+    first_half = byte_tokenizer.encode("é")[0]  # shows as U+FFFD when nothing follows
+    body = {"prompt": "x", "max_tokens": 1, "allowed_token_ids": [first_half], "stop": "\ufffd"}
+    choice = post(served, "completions", **body).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+
+
 def test_the_end_of_sequence_ends_the_answer_unless_it_is_ignored(
     served: Served[FakeEngine], byte_tokenizer: Tokenizer
 ) -> None:
@@ -286,6 +295,8 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("completions", {"prompt": [3, 320]}, "prompt", "token id 320 is not in 0"),
     ("completions", {"prompt": [-1]}, "prompt", "token id -1"),
     ("completions", {"prompt": 5}, "prompt", "must be a string"),
+    ("completions", {"prompt": "x" * 1_000_000}, "prompt", "can't fit into 256 tokens"),
+    ("completions", {"prompt": "x", "best_of": True}, "best_of", "not supported"),
     ("chat/completions", {"messages": []}, "messages", "empty"),
     ("chat/completions", {}, "messages", "required"),
     ("chat/completions", {"messages": "hi"}, "messages", "list"),
@@ -362,6 +373,12 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
         "max_tokens",
         "context is 256",
     ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "x" * 1_000_000}]},
+        "messages",
+        "can't fit into 256 tokens",
+    ),
 ]
 
 
@@ -382,7 +399,8 @@ def test_what_is_no_request_at_all_gets_an_error_object_too(served: Served[FakeE
     url = f"{served.url}/v1/completions"
     headers = {"content-type": "application/json"}
     half_a_pair = b'{"model": "model", "prompt": "\\ud800"}'
-    for content in (b"{", b"", b"[1]", b"\xff\xfe", b'"x"', b"[" * 100_000, half_a_pair):
+    deep = b'{"model": "model", "prompt": ' + b"[" * 900 + b"]" * 900 + b"}"
+    for content in (b"{", b"", b"[1]", b"\xff\xfe", b'"x"', b"[" * 100_000, half_a_pair, deep):
         response = httpx.post(url, content=content, headers=headers)
         assert response.status_code == 400, content
         assert response.json()["error"]["type"] == "invalid_request_error"
