@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.manifest import MANIFEST, Manifest
@@ -78,13 +78,25 @@ def test_transformers_loads_it_and_gives_the_logits_of_our_numbers(
 ) -> None:
     output = tmp_path / "out"
     quantize_checkpoint(tiny, recipe_of(text, method, symmetric=symmetric), output)
-    config = AutoConfig.from_pretrained(output)
-    # Without `dequantize` compressed-tensors 0.18 to 0.20 makes no room for packed zero points.
-    config.quantization_config |= {"dequantize": not symmetric}
-    loaded = AutoModelForCausalLM.from_pretrained(output, config=config, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
     expected = dense_twin(tiny, output)(tokens()).logits
     # The same float32 sums over weights that were unpacked by another library.
     assert torch.allclose(loaded(tokens()).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("group_size", [32, None], ids=["groups", "channels"])
+@torch.no_grad()
+def test_transformers_loads_zero_points_in_every_width_and_grouping(
+    tiny: Path, text: Path, tmp_path: Path, num_bits: int, group_size: int | None
+) -> None:
+    output = tmp_path / "out"
+    recipe = recipe_of(text, "rtn", num_bits=num_bits, group_size=group_size, symmetric=False)
+    quantize_checkpoint(tiny, recipe, output)
+    loaded = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+    assert torch.allclose(
+        loaded(tokens()).logits, dense_twin(tiny, output)(tokens()).logits, rtol=1e-4, atol=1e-4
+    )
 
 
 @torch.no_grad()

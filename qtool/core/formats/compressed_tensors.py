@@ -161,7 +161,8 @@ def config(schemes: Mapping[str, IntScheme], dense: list[str]) -> dict[str, Any]
     """``quantization_config`` for a checkpoint.
 
     `schemes` gives each quantized linear its scheme; `dense` lists every linear that stays in full
-    precision.
+    precision. ``dequantize`` makes transformers unpack asymmetric weights while it loads them instead of
+    before the first forward pass; other engines pass over it.
     """
     groups: dict[IntScheme, list[str]] = defaultdict(list)
     for module, scheme in schemes.items():
@@ -187,6 +188,8 @@ def config(schemes: Mapping[str, IntScheme], dense: list[str]) -> dict[str, Any]
             for index, (scheme, modules) in enumerate(groups.items())
         },
         "ignore": _patterns(dense, set(schemes) | set(dense)),
+        # compressed-tensors 0.20 gives transformers no place for zero points that are packed
+        **({} if all(scheme.symmetric for scheme in schemes.values()) else {"dequantize": True}),
     }
 
 
