@@ -164,6 +164,12 @@ def _skeleton(checkpoint: Checkpoint) -> Any:
             f"{checkpoint.path}: {type(model).__name__} has no layers in {PREFIX}; "
             "wanted a decoder-only architecture such as LlamaForCausalLM"
         )
+    joined = next((name for name, value in layers.named_parameters() if value.dim() > 2), None)
+    if joined is not None:
+        raise UsageError(
+            f"{checkpoint.path}: transformers holds the experts of {PREFIX}.{joined} in one tensor, not in "
+            "linears, so mixtures of experts can't be quantized yet; compile the checkpoint as it is"
+        )
     return model
 
 

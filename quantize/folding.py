@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 _CANDIDATES = (
     ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    ("input_layernorm", ("self_attn.qkv_proj",)),
     ("self_attn.v_proj", ("self_attn.o_proj",)),
     ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+    ("post_attention_layernorm", ("mlp.gate_up_proj",)),
     ("mlp.up_proj", ("mlp.down_proj",)),
 )
 _TOLERANCE = 1e-3

@@ -3,7 +3,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma3TextConfig, LlamaConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedConfig,
+)
 
 from qtool.quantize.folding import Absorber, absorbers, fold
 
@@ -72,6 +79,12 @@ def test_looking_for_absorbers_leaves_the_weights_bit_by_bit() -> None:
 def test_grouped_query_attention_has_no_absorber_for_the_output_projection() -> None:
     layer, update = layer_of(LlamaConfig(**SHAPE, num_key_value_heads=1))
     assert "self_attn.v_proj" not in sources(absorbers(layer, update))
+
+
+def test_linears_that_are_one_share_the_absorber_of_their_parts() -> None:
+    shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+    layer, update = layer_of(Phi3Config(**shape, num_key_value_heads=1, pad_token_id=0, eos_token_id=2))
+    assert sources(absorbers(layer, update)) == ["input_layernorm", "post_attention_layernorm"]
 
 
 def test_a_norm_that_stands_for_one_plus_its_weight_or_sits_elsewhere_is_no_absorber() -> None:
