@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -64,7 +65,7 @@ def write_compressed(source: Path, folder: Path, name: str, targets: str = "re:.
         state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
         stored = compressor.compress(state, scheme)
         if scheme.input_activations is not None and not scheme.input_activations.dynamic:
-            low, high = torch.tensor([-2.5]), torch.tensor([4.0])
+            low, high = torch.tensor([-2.5]), torch.tensor([3 + crc32(module.encode()) % 8 / 4])
             scale, zero_point = calculate_qparams(low, high, scheme.input_activations)
             stored["input_scale"] = scale
             if not scheme.input_activations.symmetric:
@@ -153,7 +154,7 @@ def write_gptq(
     """A copy of a checkpoint in the GPTQ layout, and what its weights stand for, in float.
 
     `order`: "none" writes no g_idx, "plain" the trivial one, "activation" one of inputs in any order, the
-    same for linears over the same input as GPTQ's is.
+    same for linears over the same input as GPTQ's is, "apart" another one for each linear.
     """
     weights: dict[str, Tensor] = {}
 
@@ -162,8 +163,9 @@ def write_gptq(
         size = in_features if group_size == -1 else group_size
         groups = torch.arange(in_features) // size
         places = torch.arange(in_features)
-        if order == "activation":
-            places = torch.randperm(in_features, generator=torch.Generator().manual_seed(in_features))
+        if order in ("activation", "apart"):
+            seed = in_features if order == "activation" else crc32(module.encode())
+            places = torch.randperm(in_features, generator=torch.Generator().manual_seed(seed))
             groups = groups[places.argsort()]
         codes, scale, zero_point = _unsigned(weight[:, places], bits, size, symmetric)
         codes = codes[:, places.argsort()]
@@ -181,7 +183,7 @@ def write_gptq(
         "bits": bits,
         "group_size": group_size,
         "sym": symmetric,
-        "desc_act": order == "activation",
+        "desc_act": order in ("activation", "apart"),
         "checkpoint_format": version,
     }
     return _rewrite(source, folder, compress, config), weights

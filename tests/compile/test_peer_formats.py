@@ -29,6 +29,7 @@ GPTQ = {
     "symmetric": {"symmetric": True, "order": "plain"},
     "activation order": {"order": "activation", "symmetric": True},
     "activation order v2 asymmetric": {"order": "activation", "version": "gptq_v2"},
+    "activation order apart": {"order": "apart"},
     "activation order without groups": {"order": "activation", "group_size": -1},
     "short last groups": {"order": "activation", "group_size": 64},
     "8 bits": {"bits": 8, "group_size": 32},
@@ -93,7 +94,9 @@ def test_gptq_is_read_exactly(options: dict[str, object], dense: Path, tmp_path:
     assert_holds(*write_gptq(dense, tmp_path / "model", **options))
 
 
-@pytest.mark.parametrize("name", ["v1", "activation order", "activation order v2 asymmetric", "8 bits"])
+@pytest.mark.parametrize(
+    "name", ["v1", "activation order", "activation order apart", "short last groups", "8 bits"]
+)
 @pytest.mark.parametrize("target", ["openvino", "onnx"])
 def test_gptq_compiles(target: str, name: str, dense: Path, tmp_path: Path) -> None:
     folder, _ = write_gptq(dense, tmp_path / "model", **GPTQ[name])
