@@ -93,7 +93,7 @@ class Gptq(_Method):
     block_size: int = Field(128, ge=1, description="columns between two lazy updates")
     damping: float = Field(0.01, gt=0, lt=1, description="of the Hessian's mean diagonal")
     activation_order: bool = Field(True, description="columns of the largest second moment first")
-    search_range: bool = Field(False, description="shrink each group's range to its least output error first")
+    search_range: bool = Field(True, description="also try ranges searched for the least output error")
 
 
 def _by_name(method: Any) -> Any:

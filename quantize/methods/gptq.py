@@ -12,7 +12,7 @@ from qtool.core.recipe import Gptq
 from qtool.core.schemes import IntScheme
 from qtool.errors import QtoolError
 from qtool.quantize.methods.clip import search_clip
-from qtool.quantize.methods.grid import fit_grid
+from qtool.quantize.methods.grid import Grid, fit_grid
 
 logger = logging.getLogger(__name__)
 
@@ -23,23 +23,33 @@ def gptq(
     """Quantize a weight [N, K] for the least output error on the second moment of its inputs.
 
     Each group's grid is fixed from the original weight first ("static groups"), so columns may be taken in
-    any order while the stored tensor keeps its own: no ``g_idx``. Updates go to the rest of a block of
-    columns at once and to the blocks after it when the block is done (algorithm 1 of the paper). A channel
-    that saw nothing is rounded to nearest. Raises QtoolError when no damping makes the Hessian invertible.
+    any order while the stored tensor keeps its own: no ``g_idx``. With `search_range` two grids are tried,
+    of whole and of searched ranges, since neither always wins, and the one with the lower output error is
+    kept. Raises QtoolError when no damping makes the Hessian invertible.
     """
     moment = statistics.second_moment
-    ratio = search_clip(weight, scheme, dtype, moment) if options.search_range else 1.0
-    grid = fit_grid(weight, scheme, dtype, ratio)
-    in_features = weight.shape[1]
-    order = torch.arange(in_features)
+    order = torch.arange(weight.shape[1])
     if options.activation_order:
         order = moment.diagonal().argsort(descending=True, stable=True)
-    group_of = (order // (in_features // grid.scale.shape[1])).tolist()
     factor = inverse_factor(moment[order][:, order], options.damping)
+    grids = [fit_grid(weight, scheme, dtype)]
+    if options.search_range:
+        grids.append(fit_grid(weight, scheme, dtype, search_clip(weight, scheme, dtype, moment)))
+    found = [_round_columns(weight, grid, order, factor, options.block_size) for grid in grids]
+    return min(found, key=lambda quantized: statistics.output_power(quantized.dequantize() - weight))
+
+
+def _round_columns(
+    weight: Tensor, grid: Grid, order: Tensor, factor: Tensor, block_size: int
+) -> QuantizedTensor:
+    """Algorithm 1 of the paper: updates go to the rest of a block of columns at once, and to the blocks after
+    it when the block is done."""
+    in_features = weight.shape[1]
+    group_of = (order // (in_features // grid.scale.shape[1])).tolist()
     remaining = weight[:, order].clone()
     codes = torch.empty_like(remaining)
-    for start in range(0, in_features, options.block_size):
-        end = min(start + options.block_size, in_features)
+    for start in range(0, in_features, block_size):
+        end = min(start + block_size, in_features)
         block, inner = remaining[:, start:end], factor[start:end, start:end]
         errors = torch.empty_like(block)
         for column in range(end - start):
@@ -52,7 +62,7 @@ def gptq(
         remaining[:, end:] -= errors @ factor[start:end, end:]
     original = torch.empty_like(codes, dtype=torch.int8)
     original[:, order] = codes.to(torch.int8)
-    return QuantizedTensor(original, grid.scale, grid.zero_point, scheme)
+    return QuantizedTensor(original, grid.scale, grid.zero_point, grid.scheme)
 
 
 def inverse_factor(moment: Tensor, damping: float) -> Tensor:
