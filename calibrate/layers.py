@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from qtool.calibrate.skeleton import PREFIX, check_stored, skeleton
 from qtool.core.checkpoint import Checkpoint
 from qtool.errors import QtoolError, UsageError
 
 Weights = Callable[[str], Tensor]
 """A parameter's full name, such as ``model.layers.0.mlp.up_proj.weight`` → its value, any float dtype."""
-
-PREFIX = "model.layers"
 
 
 def checkpoint_weights(checkpoint: Checkpoint) -> Weights:
@@ -42,12 +40,15 @@ class LayerRunner:
     """A decoder without weights, whose layers get theirs one at a time, in float32.
 
     Hidden states are [S, L, hidden]: S windows of L tokens, run one window at a time, so that memory holds
-    them, one layer, and one window's activations.
+    them, one layer, and one window's activations. Raises UsageError for a config that describes no decoder,
+    QtoolError for a checkpoint whose tensors are not those that its config describes.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self.model = _skeleton(checkpoint)
+        self.model = skeleton(checkpoint)
+        if checkpoint.format is None:
+            check_stored(checkpoint, self.model)
         self._calls: list[_Call] = []
 
     def __len__(self) -> int:
@@ -147,30 +148,6 @@ class LayerRunner:
         self.model._init_weights(module)
         if any(bool(module.get_buffer(name).isnan().any()) for name in names):
             raise QtoolError(f"{where}: its buffers {', '.join(names)} cannot be computed from the config")
-
-
-def _skeleton(checkpoint: Checkpoint) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(checkpoint.path)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    except (ValueError, KeyError, OSError) as error:
-        raise UsageError(f"{checkpoint.path}: transformers knows no such decoder ({error})") from error
-    layers = getattr(getattr(model, "model", None), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise UsageError(
-            f"{checkpoint.path}: {type(model).__name__} has no layers in {PREFIX}; "
-            "wanted a decoder-only architecture such as LlamaForCausalLM"
-        )
-    joined = next((name for name, value in layers.named_parameters() if value.dim() > 2), None)
-    if joined is not None:
-        raise UsageError(
-            f"{checkpoint.path}: transformers holds the experts of {PREFIX}.{joined} in one tensor, not in "
-            "linears, so mixtures of experts can't be quantized yet; compile the checkpoint as it is"
-        )
-    return model
 
 
 def _checked(name: str, shape: torch.Size, weights: Weights) -> Tensor:

@@ -38,7 +38,7 @@ class CheckpointWeights:
 
     def tensor(self, name: str) -> Tensor:
         """A stored tensor, in its stored dtype; the weight of a norm as what it multiplies by."""
-        tensor = self._checkpoint.tensor(name)
+        tensor = self._checkpoint.dense(name)
         wanted = self._table if name == f"{EMBEDDING}.weight" else (self._norms[name],)
         if tuple(tensor.shape) != wanted:
             raise QtoolError(

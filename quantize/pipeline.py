@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qtool.calibrate.layers import PREFIX, LayerRunner, checkpoint_weights
+from qtool.calibrate.layers import LayerRunner, checkpoint_weights
+from qtool.calibrate.skeleton import COMPUTED, PREFIX
 from qtool.calibrate.statistics import Collector
 from qtool.calibrate.text import digest, load_records
 from qtool.calibrate.windows import calibration_windows, load_tokenizer
@@ -28,8 +29,6 @@ from qtool.quantize.work import WorkFolder, lazy, work_folder
 from qtool.quantize.writing import write_weights
 
 _SHARD_BYTES = 4_000_000_000
-_COMPUTED = "rotary_emb.inv_freq"
-"""Stored by old checkpoints, computed from the config by today's engines."""
 
 
 def quantize_checkpoint(
@@ -133,7 +132,7 @@ def _quantize_layer(
     prefix = f"{PREFIX}.{index}"
     chosen = {module: one for module, one in assigned.items() if module.startswith(f"{prefix}.")}
     with runner.layer(index, checkpoint_weights(runner.checkpoint)) as layer:
-        dtypes = _stored_dtypes(runner.checkpoint, prefix, set(layer.state_dict()))
+        dtypes = _stored_dtypes(runner.checkpoint, prefix)
         collector = Collector()
         linears = runner.linears()
         with collector.watching({module: linears[module] for module in chosen}):
@@ -150,12 +149,9 @@ def _quantize_layer(
         )
 
 
-def _stored_dtypes(source: Checkpoint, prefix: str, known: set[str]) -> dict[str, torch.dtype]:
-    """The dtype of every tensor that the checkpoint holds of a layer; QtoolError for one the layer lacks."""
-    names = [name for name in source if name.startswith(f"{prefix}.") and not name.endswith(_COMPUTED)]
-    for name in names:
-        if name.removeprefix(f"{prefix}.") not in known:
-            raise QtoolError(f"{source.path}: holds {name}, which {source.architecture} does not have")
+def _stored_dtypes(source: Checkpoint, prefix: str) -> dict[str, torch.dtype]:
+    """The dtype of every tensor that the checkpoint holds of a layer."""
+    names = [name for name in source if name.startswith(f"{prefix}.") and not name.endswith(COMPUTED)]
     return {name: source.tensor(name).dtype for name in names}
 
 

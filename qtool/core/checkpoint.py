@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, bfloat16, float16, float32
 
 from qtool.core.formats import QuantizationFormat, open_format
 from qtool.core.qtensor import Linear
@@ -18,6 +18,7 @@ from qtool.errors import QtoolError, UsageError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_DENSE = (float16, bfloat16, float32)
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -32,12 +33,12 @@ COMPANIONS = (
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; QtoolError names the file when it is missing or no JSON object."""
+    """A JSON object from a file; QtoolError names the file when it is missing, no JSON object or too deep."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise QtoolError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise QtoolError(f"{path}: is not valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise QtoolError(f"{path}: holds a JSON {type(content).__name__}, wanted an object")
@@ -121,12 +122,12 @@ class Checkpoint:
     @property
     def architecture(self) -> str:
         """The model class that config.json names, such as ``LlamaForCausalLM``."""
-        names = self.config.get("architectures") or []
-        if len(names) != 1:
+        names = self.config.get("architectures")
+        if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
             raise QtoolError(
-                f"{self.path / 'config.json'}: architectures is {names}, wanted exactly one name"
+                f"{self.path / 'config.json'}: architectures is {names!r}, wanted a list of one name"
             )
-        return str(names[0])
+        return names[0]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a stored tensor, without reading it."""
@@ -146,18 +147,22 @@ class Checkpoint:
         tensor: Tensor = self._handle(name).get_tensor(name)
         return tensor
 
+    def dense(self, name: str) -> Tensor:
+        """Read one stored tensor of plain numbers; QtoolError when its dtype is that of codes, or float64."""
+        tensor = self.tensor(name)
+        if tensor.dtype not in _DENSE:
+            raise QtoolError(
+                f"{self.path}: {name} holds {tensor.dtype}, but quantization_config in config.json does not "
+                "say that it is quantized; wanted float16, bfloat16 or float32"
+            )
+        return tensor
+
     def linear(self, module: str) -> Linear:
         """Read the linear layer `module`, such as ``model.layers.0.mlp.up_proj``, dense or quantized."""
-        bias = self.tensor(f"{module}.bias") if f"{module}.bias" in self else None
+        bias = self.dense(f"{module}.bias") if f"{module}.bias" in self else None
         if self.format is not None and self.format.quantizes(module):
             return replace(self.format.read(module), bias=bias)
-        weight = self.tensor(f"{module}.weight")
-        if weight.dtype.itemsize == 1:
-            raise QtoolError(
-                f"{self.path}: {module}.weight holds {weight.dtype} codes, but quantization_config in "
-                "config.json does not say that it is quantized"
-            )
-        return Linear(weight, bias)
+        return Linear(self.dense(f"{module}.weight"), bias)
 
     def schemes(self) -> dict[str, LinearScheme]:
         """What each quantized linear computes with, by its name, known without reading them."""

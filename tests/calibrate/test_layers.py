@@ -107,23 +107,84 @@ def damage(folder: Path, name: str, value: Tensor | None) -> None:
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (None, "holds no tensor model.layers.2.mlp.up_proj.weight"),
-        (torch.full((160, 96), torch.nan), "model.layers.2.mlp.up_proj.weight: holds NaN or infinite"),
+        (None, "holds no tensor model.layers.2.mlp.up_proj.weight, which LlamaForCausalLM has"),
         (torch.zeros(96, 160), r"up_proj.weight: has shape \[96, 160\], wanted \[160, 96\]"),
+        (torch.zeros(160, 96, dtype=torch.int32), "up_proj.weight: is stored as I32, wanted F16"),
+        (torch.zeros(160, 96, dtype=torch.float64), "up_proj.weight: is stored as F64, wanted F16"),
+        (torch.zeros(160, 96).to(torch.float8_e4m3fn), "up_proj.weight: is stored as F8_E4M3, wanted F16"),
     ],
 )
-def test_a_damaged_weight_is_an_error_that_names_it(
+def test_a_weight_that_does_not_fit_is_refused_by_name_before_any_work(
     tiny_copy: Path, value: Tensor | None, problem: str
 ) -> None:
     damage(tiny_copy, "model.layers.2.mlp.up_proj.weight", value)
-    runner = LayerRunner(Checkpoint(tiny_copy))
+    with pytest.raises(QtoolError, match=problem):
+        LayerRunner(Checkpoint(tiny_copy))
+
+
+def test_a_weight_that_is_no_number_is_an_error_that_names_it(tiny_copy: Path) -> None:
+    damage(tiny_copy, "model.layers.2.mlp.up_proj.weight", torch.full((160, 96), torch.nan))
+    runner, problem = LayerRunner(Checkpoint(tiny_copy)), "2.mlp.up_proj.weight: holds NaN or infinite"
     with pytest.raises(QtoolError, match=problem), runner.layer(2, checkpoint_weights(runner.checkpoint)):
         pass
 
 
-def test_an_unknown_architecture_is_an_error_that_names_the_checkpoint(tiny_copy: Path) -> None:
-    config = json.loads((tiny_copy / "config.json").read_text())
-    (tiny_copy / "config.json").write_text(json.dumps(config | {"model_type": "llamma"}))
+def configure(folder: Path, **values: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"num_hidden_layers": 2}, r"holds model\.layers\.2\.\S+, which LlamaForCausalLM does not have"),
+        ({"num_hidden_layers": 4}, r"holds no tensor model\.layers\.3\.\S+, which LlamaForCausalLM has"),
+        ({"tie_word_embeddings": False}, r"holds no tensor lm_head\.weight, which LlamaForCausalLM has"),
+        ({"vocab_size": 321}, r"embed_tokens\.weight: has shape \[320, 96\], wanted \[321, 96\]"),
+    ],
+)
+def test_a_config_of_another_model_than_the_stored_one_is_refused(
+    tiny_copy: Path, values: dict[str, object], problem: str
+) -> None:
+    configure(tiny_copy, **values)
+    with pytest.raises(QtoolError, match=problem):
+        LayerRunner(Checkpoint(tiny_copy))
+
+
+@pytest.mark.parametrize("architectures", [None, [], [3], "LlamaForCausalLM", ["A", "B"]])
+def test_a_checkpoint_names_one_architecture(tiny_copy: Path, architectures: object) -> None:
+    configure(tiny_copy, architectures=architectures)
+    with pytest.raises(QtoolError, match=r"architectures is .*, wanted a list of one name"):
+        LayerRunner(Checkpoint(tiny_copy))
+
+
+@pytest.mark.parametrize("architecture", ["FooForCausalLM", "Qwen2ForCausalLM"])
+def test_an_architecture_that_is_not_the_model_type_s_is_refused(tiny_copy: Path, architecture: str) -> None:
+    configure(tiny_copy, architectures=[architecture])
+    with pytest.raises(UsageError, match=f"names '{architecture}', but model_type 'llama' is .* LlamaFor"):
+        LayerRunner(Checkpoint(tiny_copy))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "llamma"},
+        {"hidden_size": "96"},
+        {"hidden_size": -96},
+        {"num_attention_heads": 0},
+        {"head_dim": 0},
+        {"rms_norm_eps": None},
+        {"max_position_embeddings": None},
+        {"tie_word_embeddings": "yes"},
+        {"dtype": "float7", "torch_dtype": "float7"},
+        {"rope_parameters": "x"},
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_decoder_is_refused_by_its_folder(
+    tiny_copy: Path, values: dict[str, object]
+) -> None:
+    configure(tiny_copy, **values)
     with pytest.raises(UsageError, match="copy: transformers knows no such decoder"):
         LayerRunner(Checkpoint(tiny_copy))
 

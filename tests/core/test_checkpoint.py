@@ -86,7 +86,7 @@ def test_what_is_no_checkpoint_is_refused(tiny_copy: Path, tmp_path: Path) -> No
         Checkpoint(tiny_copy)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+@pytest.mark.parametrize("text", ["{", "[]", "\xff", "[" * 100_000], ids=["cut", "list", "bytes", "deep"])
 def test_a_config_that_is_no_json_object_is_an_error(tiny_copy: Path, text: str) -> None:
     (tiny_copy / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(QtoolError, match=r"config\.json: "):
@@ -96,3 +96,20 @@ def test_a_config_that_is_no_json_object_is_an_error(tiny_copy: Path, text: str)
 def test_an_unknown_tensor_names_the_checkpoint(tiny: Path) -> None:
     with pytest.raises(QtoolError, match="holds no tensor nothing; is it a checkpoint of LlamaForCausalLM"):
         Checkpoint(tiny).tensor("nothing")
+
+
+@pytest.mark.parametrize("config", [[1], "awq", 3])
+def test_a_quantization_config_that_is_no_object_is_an_error(tiny_copy: Path, config: object) -> None:
+    values = json.loads((tiny_copy / "config.json").read_text())
+    (tiny_copy / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
+    with pytest.raises(QtoolError, match=r"quantization_config is .*, wanted an object"):
+        Checkpoint(tiny_copy)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.bias"])
+def test_a_dense_linear_holds_plain_numbers(tiny_copy: Path, name: str, dtype: torch.dtype) -> None:
+    path = tiny_copy / "model.safetensors"
+    save_file(load_file(path) | {name: torch.zeros(160, 96).to(dtype)}, path)
+    with pytest.raises(QtoolError, match=f"{name} holds {dtype}, but quantization_config"):
+        Checkpoint(tiny_copy).linear("model.layers.0.mlp.up_proj")

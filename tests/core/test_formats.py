@@ -188,7 +188,7 @@ def test_schemes_that_are_not_known_are_refused(
 def test_codes_without_a_scheme_are_not_taken_for_numbers(tiny: Path, tmp_path: Path) -> None:
     folder = write_compressed(tiny, tmp_path / "model", "int8")
     edit_quantization(folder, ignore=["re:.*down_proj"])
-    assert_named(folder, "weight holds torch.int8 codes, but quantization_config")
+    assert_named(folder, "weight holds torch.int8, but quantization_config")
 
 
 def test_a_name_goes_before_a_pattern_and_a_pattern_before_every_linear(tiny: Path, tmp_path: Path) -> None:

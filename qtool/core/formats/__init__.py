@@ -40,6 +40,10 @@ def open_format(checkpoint: "Checkpoint") -> QuantizationFormat | None:
     config = checkpoint.config.get("quantization_config")
     if config is None:
         return None
+    if not isinstance(config, dict):
+        raise QtoolError(
+            f"{checkpoint.path / 'config.json'}: quantization_config is {config!r}, wanted an object"
+        )
     method = str(config.get("quant_method"))
     if method not in FORMATS:
         raise QtoolError(
