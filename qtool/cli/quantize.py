@@ -53,11 +53,27 @@ def quantize(
     except KeyboardInterrupt:
         typer.echo("interrupted; run the same command again to go on from the last finished layer", err=True)
         raise
+    _warn(manifest)
     if as_json:
         typer.echo(manifest.model_dump_json(indent=2))
     else:
         Console().print(_summary(manifest))
         typer.echo(output)
+
+
+def _warn(manifest: "Manifest") -> None:
+    """Say on stderr when other software does not load what was written."""
+    from qtool.core.formats.compressed_tensors import transformers_loads
+    from qtool.core.schemes import IntScheme
+
+    linears = manifest.linears.values()
+    if not transformers_loads({IntScheme(one.num_bits, one.group_size, one.symmetric) for one in linears}):
+        typer.secho("warning: ", fg="yellow", bold=True, nl=False, err=True)
+        typer.echo(
+            "transformers does not load zero points beside linears of another format; for a checkpoint that "
+            "it does load, give all linears one num_bits and group_size, or symmetric: true",
+            err=True,
+        )
 
 
 def _summary(manifest: "Manifest") -> "Table":

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests.cli.conftest import Ended, Qtool
 
@@ -34,6 +35,30 @@ def test_the_manifest_is_all_that_json_prints(qtool: Qtool, tiny: Path, recipe: 
     assert manifest["recipe"]["calibration"]["num_samples"] == 3
     assert manifest["recipe"]["calibration"]["seq_len"] == 16
     assert manifest == json.loads((output / "qtool_manifest.json").read_text())
+
+
+# 48 divides the 96 inputs of gate_proj and up_proj, 32 the 160 of down_proj.
+@pytest.mark.parametrize(
+    ("weights", "warned"),
+    [
+        ("{group_size: 48, group_size_fallback: [32], symmetric: false}", True),
+        ("{group_size: 48, group_size_fallback: [32], symmetric: true}", False),
+        ("{group_size: 32, symmetric: false}", False),
+    ],
+)
+def test_a_checkpoint_that_transformers_does_not_load_comes_with_a_warning(
+    qtool: Qtool, tiny: Path, recipe: Path, tmp_path: Path, weights: str, warned: bool
+) -> None:
+    recipe.write_text(RECIPE.replace("{group_size: 32}", weights))
+    ended = qtool("quantize", tiny, "--recipe", recipe, "-o", tmp_path / "out")
+    assert ended.code == 0, ended.err
+    assert ("warning: transformers does not load zero points" in ended.err) is warned
+    try:
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    except RuntimeError:
+        assert warned
+    else:
+        assert not warned
 
 
 def test_the_recipe_names_the_model_unless_the_command_line_does(

@@ -8,7 +8,7 @@ activations add ``m.input_scale`` and ``m.input_zero_point``.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -161,8 +161,8 @@ def config(schemes: Mapping[str, IntScheme], dense: list[str]) -> dict[str, Any]
     """``quantization_config`` for a checkpoint.
 
     `schemes` gives each quantized linear its scheme; `dense` lists every linear that stays in full
-    precision. ``dequantize`` makes transformers unpack asymmetric weights while it loads them instead of
-    before the first forward pass; other engines pass over it.
+    precision. ``dequantize`` makes transformers unpack weights while it loads them instead of before the
+    first forward pass; other engines pass over it.
     """
     groups: dict[IntScheme, list[str]] = defaultdict(list)
     for module, scheme in schemes.items():
@@ -188,9 +188,18 @@ def config(schemes: Mapping[str, IntScheme], dense: list[str]) -> dict[str, Any]
             for index, (scheme, modules) in enumerate(groups.items())
         },
         "ignore": _patterns(dense, set(schemes) | set(dense)),
-        # compressed-tensors 0.20 gives transformers no place for zero points that are packed
-        **({} if all(scheme.symmetric for scheme in schemes.values()) else {"dequantize": True}),
+        # compressed-tensors 0.20 makes transformers no room for packed zero points, unless it unpacks them
+        **({"dequantize": True} if [scheme.symmetric for scheme in groups] == [False] else {}),
     }
+
+
+def transformers_loads(schemes: Collection[IntScheme]) -> bool:
+    """Whether transformers (as of 5.24) loads linears of these schemes from one checkpoint.
+
+    It does unless some have zero points and some another scheme: zero points need `config` to ask that it
+    unpacks, and then it takes the first group's scheme for every linear.
+    """
+    return len(set(schemes)) == 1 or all(scheme.symmetric for scheme in schemes)
 
 
 def _patterns(modules: list[str], every: set[str]) -> list[str]:
