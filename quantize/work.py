@@ -36,7 +36,7 @@ def work_folder(output: Path, fingerprint: str) -> Iterator["WorkFolder"]:
     refuse_existing(output)
     path = output.absolute().with_name(f"{output.name}.partial")
     try:
-        path.mkdir(exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         with (path / "lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -11,6 +11,8 @@ from pathlib import Path
 from qtool.errors import QtoolError, UsageError
 
 _CHUNK = 1 << 20
+_LONGEST_NAME = 230
+"""Bytes: file systems take 255, and what is written under a temporary name adds to it."""
 
 
 def sha256(path: Path) -> str:
@@ -33,7 +35,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise UsageError when an output path exists, QtoolError when nothing can be created there."""
+    """Raise UsageError when an output exists or its name is too long, QtoolError when it cannot be made."""
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.parts):
+        raise UsageError(f"{path}: has a name of more than {_LONGEST_NAME} bytes; name a shorter output")
     if path.exists() or path.is_symlink():
         raise UsageError(f"{path}: already exists; name another output, or remove it first")
     ancestor = next(parent for parent in path.absolute().parents if parent.exists())
@@ -59,7 +63,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         yield temporary
         temporary.rename(path)
     except Exception as error:
-        if reason := _no_room(error):
+        told = isinstance(error, QtoolError)
+        if reason := _no_room(error) or (None if told else _no_room(_probe(temporary))):
             raise QtoolError(
                 f"{path}: could not be written ({reason}) and nothing of it was kept; "
                 "free some space or name an output on another disk"
@@ -69,7 +74,23 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _no_room(error: Exception) -> str | None:
+def _probe(folder: Path) -> Exception | None:
+    """What comes of a file in `folder` that is one block larger than the largest there.
+
+    That tells whether there is room where a library only says that it could not write. Nothing that is
+    there is touched, since it may be a hard link to what must not change.
+    """
+    sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
+    try:
+        with (folder / ".probe").open("wb") as file:
+            file.seek(max(sizes, default=0))
+            file.write(bytes(_CHUNK))
+    except OSError as error:
+        return error
+    return None
+
+
+def _no_room(error: Exception | None) -> str | None:
     """Why there is no room for more, if that is what `error` says; safetensors says it in words only."""
     number = error.errno if isinstance(error, OSError) else None
     for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

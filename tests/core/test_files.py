@@ -1,6 +1,7 @@
 import errno
 import hashlib
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,37 @@ def test_a_full_disk_names_the_output_and_leaves_nothing(tmp_path: Path, error: 
     with pytest.raises(QtoolError, match=r"out: could not be written \(No space left on device\)"):
         fill()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_told_where_a_library_only_failed_and_links_are_left_alone(tmp_path: Path) -> None:
+    original = tmp_path / "original"
+    original.write_bytes(bytes(5000))
+
+    def fill() -> None:
+        with new_folder(tmp_path / "out") as folder:
+            (folder / "linked").hardlink_to(original)
+            raise RuntimeError("basic_ios::clear: iostream error")
+
+    with pytest.raises(RuntimeError, match="iostream"):
+        fill()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(QtoolError, match=r"out: could not be written \(File too large\)"):
+            fill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert original.read_bytes() == bytes(5000)
+    assert list(tmp_path.iterdir()) == [original]
+
+
+@pytest.mark.parametrize("name", ["x" * 231, "ä" * 116, "x" * 300])
+def test_a_name_that_leaves_no_room_for_a_temporary_one_is_refused(tmp_path: Path, name: str) -> None:
+    for path in (tmp_path / name, tmp_path / name / "out"):
+        with pytest.raises(UsageError, match="has a name of more than 230 bytes"):
+            refuse_existing(path)
+    with new_folder(tmp_path / ("x" * 230)):
+        pass
 
 
 def test_what_exists_is_refused_even_a_dangling_link(tmp_path: Path) -> None:

@@ -261,6 +261,13 @@ def test_a_full_disk_leaves_no_output_and_the_run_resumes_when_there_is_room(
     assert (tmp_path / "out" / MANIFEST).exists()
 
 
+def test_folders_above_the_output_are_made(tiny: Path, text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "a" / "b" / "out"
+    quantize_checkpoint(tiny, recipe_of(text, "rtn"), output)
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
+    assert (output / MANIFEST).exists()
+
+
 def test_an_unwritable_place_is_an_error_before_any_work(tiny: Path, text: Path) -> None:
     with pytest.raises(QtoolError, match="cannot be created"):
         quantize_checkpoint(tiny, recipe_of(text), text / "out")
