@@ -1,26 +1,34 @@
 """Records of text from a dataset on the Hugging Face hub."""
 
+import re
 from importlib import import_module
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 
 from qtool.calibrate.text import Record, read_jsonl, read_text, record_of
 from qtool.errors import QtoolError, UsageError
 
+_REFERENCE = re.compile(r"hub:(?P<id>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<split>[^:]*)(:(?P<column>[^:]+))?)?")
 _SUFFIXES = (".parquet", ".jsonl", ".txt")
 
 
 def load_hub(dataset: str, endpoint: str | None = None) -> list[Record]:
     """The records of ``hub:OWNER/NAME[:SPLIT[:COLUMN]]`` (split ``train`` unless named).
 
-    Files come through huggingface_hub's cache. Raises UsageError when the dataset, its split or its column
-    is not there, QtoolError when the hub cannot be reached.
+    Files come through huggingface_hub's cache. Raises UsageError when the reference has another form, or the
+    dataset, its split or its column is not there, QtoolError when the hub cannot be reached.
     """
-    _, repository, *rest = dataset.split(":")
-    split, column = ([*rest, None, None])[:2]
-    split = split or "train"
+    reference = _REFERENCE.fullmatch(dataset)
+    if reference is None:
+        raise UsageError(f"{dataset}: not a dataset of the hub; wanted hub:OWNER/NAME[:SPLIT[:COLUMN]]")
+    repository, split, column = reference["id"], reference["split"] or "train", reference["column"]
     try:
         folder = snapshot_download(
             repository,
@@ -28,7 +36,7 @@ def load_hub(dataset: str, endpoint: str | None = None) -> list[Record]:
             endpoint=endpoint,
             allow_patterns=[f"*{split}*{suffix}" for suffix in _SUFFIXES],
         )
-    except RepositoryNotFoundError as error:
+    except (RepositoryNotFoundError, HFValidationError) as error:
         raise UsageError(f"{dataset}: is not on the hub, or needs a login ('hf auth login')") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, ConnectionError) as error:
         raise QtoolError(

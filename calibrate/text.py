@@ -67,7 +67,8 @@ def read_text(path: Path) -> list[Record]:
 
 def read_jsonl(path: Path, column: str | None = None) -> list[Record]:
     """A record a line: the value under `column`, or else under ``text`` or ``messages``."""
-    lines = [(number, line) for number, line in enumerate(_read(path).splitlines(), 1) if line.strip()]
+    # no splitlines: a string in JSON may hold other line ends, such as U+2028, as they are
+    lines = [(number, line) for number, line in enumerate(_read(path).split("\n"), 1) if line.strip()]
     if not lines:
         raise UsageError(f"{path}: holds no records; name a dataset with text in it")
     return [_parse(f"{path}:{number}", line, column) for number, line in lines]
@@ -76,7 +77,7 @@ def read_jsonl(path: Path, column: str | None = None) -> list[Record]:
 def _parse(where: str, line: str, column: str | None) -> Record:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: is not valid JSON ({error}); wanted one JSON object a line") from error
     if not isinstance(row, dict):
         raise UsageError(f"{where}: holds a JSON {type(row).__name__}, wanted an object with 'text'")
@@ -88,13 +89,23 @@ def record_of(where: str, row: dict[str, object], column: str | None) -> Record:
     columns = ["text", "messages"] if column is None else [column]
     value = next((row[name] for name in columns if name in row), None)
     if isinstance(value, str):
-        return value
+        return _whole(where, value)
     if isinstance(value, list) and value and all(_is_message(turn) for turn in value):
-        return [{"role": turn["role"], "content": turn["content"]} for turn in value]
+        return [{key: _whole(where, turn[key]) for key in ("role", "content")} for turn in value]
     raise UsageError(
         f"{where}: has no text under {' or '.join(map(repr, columns))}; it has {', '.join(map(str, row))}; "
         "wanted a string, or messages of role and content"
     )
+
+
+def _whole(where: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{where}: has half a surrogate pair ({error}); convert the text to UTF-8"
+        ) from error
+    return text
 
 
 def _is_message(turn: object) -> bool:
@@ -103,7 +114,7 @@ def _is_message(turn: object) -> bool:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}); name an existing file") from error
     except UnicodeDecodeError as error:

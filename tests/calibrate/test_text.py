@@ -22,6 +22,24 @@ def test_a_jsonl_file_holds_texts_and_chats(tmp_path: Path) -> None:
     assert load_records(str(file)) == ["one", chat]
 
 
+def test_a_line_of_jsonl_ends_at_a_line_feed_alone_and_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    texts = ["one\u2028two", "three\u2029\x85\x0b\x0c", "four"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    for name, content in (("rows.jsonl", "\r\n".join(lines)), ("text.txt", "four")):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content.encode())
+    assert load_records(str(tmp_path / "rows.jsonl")) == texts
+    assert load_records(str(tmp_path / "text.txt")) == ["four"]
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["hub:", "hub:a/b/c", "hub:a/b:c:d:e", "hub:a b", "hub:../x", f"hub:a/{'b' * 100}", "hub:a/b:c:"],
+)
+def test_a_malformed_reference_to_the_hub_is_an_error_that_names_it(reference: str) -> None:
+    with pytest.raises(UsageError, match=reference):
+        load_records(reference)
+
+
 def test_the_builtin_text_is_the_same_every_time_and_apart_from_the_text_to_judge_on() -> None:
     calibration, held_out = load_records("builtin:pydoc"), load_records("builtin:pydoc-test")
     assert digest(calibration) == digest(load_records("builtin:pydoc"))
@@ -42,6 +60,13 @@ def test_the_builtin_text_is_the_same_every_time_and_apart_from_the_text_to_judg
         ("number.jsonl", "3", "JSON int"),
         ("other.jsonl", '{"body": "a", "id": 1}', "no text under 'text' or 'messages'; it has body, id"),
         ("roles.jsonl", '{"messages": [{"role": "user"}]}', "messages of role and content"),
+        ("deep.jsonl", "[" * 100_000, "deep.jsonl:1: is not valid JSON"),
+        ("half.jsonl", r'{"text": "\ud800 abc"}', "half.jsonl:1: has half a surrogate pair"),
+        (
+            "chat.jsonl",
+            r'{"messages": [{"role": "user", "content": "\udc00"}]}',
+            "chat.jsonl:1: has half a surrogate pair",
+        ),
         ("text.csv", "a,b", "not a dataset reference"),
     ],
 )
