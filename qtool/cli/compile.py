@@ -58,6 +58,7 @@ def compile_(
     from qtool.core.files import refuse_existing
     from qtool.core.recipe import CompileTarget
     from qtool.core.sources import resolve
+    from qtool.runtime.tokenizer import Tokenizer
 
     refuse_existing(output)  # before a model is downloaded in vain
     chosen = CompileTarget(target=target) if recipe is None else _of_recipe(recipe, target)
@@ -69,6 +70,7 @@ def compile_(
         "draft_tokens": draft_tokens,
     }
     model, options = resolve(checkpoint), _changed(chosen.tensorrt, limits)
+    Tokenizer.load(model)  # an engine without one cannot be served
     with share_bar(f"compiling for {target}") as progress:
         compile_engine(
             model,

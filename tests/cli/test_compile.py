@@ -1,4 +1,5 @@
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,29 @@ def test_an_engine_that_exists_is_left_alone(qtool: Qtool, tiny: Path, tmp_path:
     ended = qtool("compile", tiny, "--target", "reference", "-o", tmp_path)
     assert ended.code == 2
     assert f"{tmp_path}: already exists" in ended.err
+
+
+# OpenVINO says no more than "basic_ios::clear: iostream error".
+@pytest.mark.parametrize("target", ["openvino", "onnx"])
+def test_a_full_disk_leaves_no_engine(qtool: Qtool, tiny: Path, tmp_path: Path, target: str) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        ended = qtool("compile", tiny, "--target", target, "-o", tmp_path / "engine")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (ended.code, ended.out) == (1, "")
+    assert "engine: could not be written (File too large)" in ended.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["", '{"a": 1}', None], ids=["empty", "another", "missing"])
+def test_a_checkpoint_whose_tokenizer_cannot_serve_is_refused_before_any_work(
+    qtool: Qtool, tiny_copy: Path, tmp_path: Path, damage: str | None
+) -> None:
+    file = tiny_copy / "tokenizer.json"
+    file.unlink() if damage is None else file.write_text(damage)
+    ended = qtool("compile", tiny_copy, "--target", "openvino", "-o", tmp_path / "engine")
+    assert (ended.code, ended.out) == (1, "")
+    assert str(file) in ended.err
+    assert not (tmp_path / "engine").exists()
