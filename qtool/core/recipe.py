@@ -1,10 +1,10 @@
 """Recipes: what to quantize, how, on which text, judged by which gates, compiled for which targets."""
 
 import fnmatch
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
+import regex
 import yaml
 from pydantic import (
     AfterValidator,
@@ -18,7 +18,11 @@ from pydantic import (
 
 from qtool.core.recipe_problems import duplicate_keys, explain
 from qtool.core.schemes import IntScheme
+from qtool.core.yaml_tree import read_tree
 from qtool.errors import UsageError
+
+_MATCH_SECONDS = 5.0
+"""A name takes microseconds, unless a pattern tries the repeats in its repeats in every way."""
 
 
 class _Frozen(BaseModel):
@@ -37,7 +41,7 @@ class Calibration(_Frozen):
     )
     num_samples: int = Field(128, ge=1, description="windows to run")
     seq_len: int = Field(512, ge=2, description="tokens in a window")
-    seed: int = Field(0, ge=0, description="chooses the windows")
+    seed: int = Field(0, ge=0, lt=2**63, description="chooses the windows")
     chat_template: bool = Field(False, description="render each record with the model's chat template")
 
 
@@ -82,7 +86,7 @@ class Awq(_Method):
     """Activation-aware weight quantization: scale search, then clip search."""
 
     name: Literal["awq"] = "awq"
-    grid: int = Field(20, ge=2, description="steps of the scale search")
+    grid: int = Field(20, ge=2, le=1000, description="steps of the scale search")
     clip: bool = Field(True, description="search a clip ratio for each group afterwards")
 
 
@@ -110,8 +114,8 @@ Method = Annotated[
 def _compiles(pattern: str) -> str:
     if pattern.startswith("re:"):
         try:
-            re.compile(pattern[3:])
-        except re.error as error:
+            regex.compile(pattern[3:])
+        except regex.error as error:
             raise ValueError(f"is not a regular expression: {error}") from error
     return pattern
 
@@ -212,9 +216,18 @@ def override(settings: _Section, **values: Any) -> _Section:
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Whether a module's full name fits a glob (``*`` crosses dots) or a ``re:`` pattern."""
+    """Whether a module's full name fits a glob (``*`` crosses dots) or a ``re:`` pattern.
+
+    Raises UsageError for a pattern whose repeats take too long to try.
+    """
     if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], module) is not None
+        try:
+            return regex.fullmatch(pattern[3:], module, timeout=_MATCH_SECONDS) is not None
+        except TimeoutError as error:
+            raise UsageError(
+                f"pattern {pattern!r}: is not matched with {module} after {_MATCH_SECONDS} s; "
+                "write it without repeats inside of repeats"
+            ) from error
     return fnmatch.fnmatchcase(module, pattern)
 
 
@@ -222,10 +235,13 @@ def load_recipe(path: Path) -> Recipe:
     """Read and check a recipe file; UsageError lists everything that is wrong with it, a line each."""
     try:
         text = path.read_text(encoding="utf-8")
-        tree, data = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
+        tree, data = read_tree(str(path), text), yaml.safe_load(text)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}); see 'qtool recipe list'") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+    ) as error:  # bytes that are no text, dates and numbers beyond all limits
         raise UsageError(f"{path}: is not valid YAML: {error}") from error
     problems = duplicate_keys(str(path), tree)
     try:

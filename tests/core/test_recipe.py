@@ -1,3 +1,4 @@
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def test_a_recipe_survives_being_written_and_read(tmp_path: Path) -> None:
             '"*.mlp.*"',
             '"re:("',
             "r.yaml:4: quantization.rules[0].targets[0]: is not a regular expression: "
-            "missing ), unterminated subpattern at position 0 (got 're:(')",
+            "missing ) at position 1 (got 're:(')",
         ),
         ("version: 1", "version: 1\nversion: 1", "r.yaml:2: version: appears twice"),
     ],
@@ -148,3 +149,59 @@ def test_override_checks_what_it_puts_in() -> None:
     assert override(Calibration(), num_samples=3, seq_len=None).num_samples == 3
     with pytest.raises(UsageError, match="num_samples"):
         override(Calibration(), num_samples=0)
+
+
+def test_a_pattern_that_would_take_for_ever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qtool.core.recipe._MATCH_SECONDS", 0.1)
+    with pytest.raises(UsageError, match=r"is not matched with model\.layers\.0\.mlp\.up_proj after"):
+        matches("re:(.|.)*[!?]", "model.layers.0.mlp.up_proj")
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefghi")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (BOMB, "r.yaml:5: has more than 10000 values, aliases written out; write fewer"),
+        ("a: &a [*a]\n", "r.yaml:1: an alias stands for what it is part of"),
+        ("quantization: &a {rules: *a}\n", "r.yaml:1: an alias stands for what it is part of"),
+        ("&a x: {? *a : 1, y: &b {z: *b}}\n", "r.yaml:1: an alias stands for what it is part of"),
+        ("a: " + "[" * 5000, "r.yaml: is nested too deeply, wanted at most 50 levels"),
+        ("a: " + "[" * 60 + "]" * 60, "r.yaml:1: is nested too deeply, wanted at most 50 levels"),
+        ("# " + "x" * 300_000, "r.yaml: has 300002 characters, wanted at most 262144"),
+    ],
+    ids=["bomb", "itself", "key", "mapping", "unclosed", "deep", "long"],
+)
+def test_a_file_that_stands_for_too_much_is_refused_at_once(tmp_path: Path, text: str, problem: str) -> None:
+    assert _problems(tmp_path, text) == [problem]
+
+
+@pytest.mark.parametrize("value", ["2020-13-45", "1" * 5000], ids=["date", "number"])
+def test_a_value_that_yaml_cannot_hold_is_refused(tmp_path: Path, value: str) -> None:
+    (problem,) = _problems(tmp_path, f"seed: {value}\n")
+    assert problem.startswith("r.yaml: is not valid YAML: ")
+
+
+def test_aliases_that_save_some_typing_are_welcome(tmp_path: Path) -> None:
+    again = """\
+    - targets: &attention ["*.self_attn.*"]
+      weights: &format {num_bits: 8}
+    - targets: *attention
+      weights: *format
+"""
+    assert len(_load(tmp_path, RECIPE + again).quantization.rules) == 3
+
+
+@pytest.mark.parametrize(
+    ("written", "instead", "problem"),
+    [
+        ("grid: 10", "grid: 1001", "method.grid: should be less than or equal to 1000 (got 1001)"),
+        ("version: 1", f"calibration: {{seed: {2**63}}}", f"calibration.seed: should be less than {2**63}"),
+    ],
+)
+def test_numbers_have_their_limits(tmp_path: Path, written: str, instead: str, problem: str) -> None:
+    (found,) = _problems(tmp_path, RECIPE.replace(written, instead))
+    assert problem in found
