@@ -7,21 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from qtool.compile.fields import Fields
-from qtool.compile.rope import Rope, plain_rope, read_rope, read_rope_section
+from qtool.compile.layers import (
+    Mixture,
+    gemma_ropes,
+    gemma_slides,
+    qwen_windows,
+    read_mixture,
+    same_window,
+)
+from qtool.compile.rope import Rope, read_rope
 from qtool.errors import QtoolError, nearest
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """An MLP that is a mixture of experts, of which a router picks some for each token."""
-
-    num_experts: int
-    num_chosen: int
-    """Experts of a token: those with the largest share in the softmax of the router's logits."""
-    intermediate_size: int
-    """Of each expert."""
-    normalized: bool
-    """The shares of the chosen are divided by their sum."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +95,11 @@ def _llama(fields: Fields, architecture: str) -> DecoderConfig:
 
 
 def _mistral(fields: Fields, architecture: str) -> DecoderConfig:
-    return _decoder(fields, architecture, windows=_same_window(fields))
+    return _decoder(fields, architecture, windows=same_window(fields))
 
 
 def _qwen2(fields: Fields, architecture: str) -> DecoderConfig:
-    return _decoder(fields, architecture, windows=_qwen_windows(fields), qkv_bias=True)
+    return _decoder(fields, architecture, windows=qwen_windows(fields), qkv_bias=True)
 
 
 def _qwen3(fields: Fields, architecture: str) -> DecoderConfig:
@@ -112,7 +107,7 @@ def _qwen3(fields: Fields, architecture: str) -> DecoderConfig:
     return _decoder(
         fields,
         architecture,
-        windows=_qwen_windows(fields),
+        windows=qwen_windows(fields),
         head_dim=fields.integer("head_dim"),
         qkv_bias=bias,
         output_bias=bias,
@@ -122,13 +117,13 @@ def _qwen3(fields: Fields, architecture: str) -> DecoderConfig:
 
 def _mixtral(fields: Fields, architecture: str) -> DecoderConfig:
     layers = fields.integer("num_hidden_layers")
-    mixture = _mixture(fields, "num_local_experts", "intermediate_size", normalized=True)
+    mixture = read_mixture(fields, "num_local_experts", "intermediate_size", normalized=True)
     return _decoder(
         fields,
         architecture,
         theta=1e6,
         num_kv_heads=fields.integer("num_key_value_heads", fields.integer("num_attention_heads")),
-        windows=_same_window(fields),
+        windows=same_window(fields),
         mixtures=(mixture,) * layers,
     )
 
@@ -141,7 +136,7 @@ def _qwen3_moe(fields: Fields, architecture: str) -> DecoderConfig:
         fields.only("num_local_experts", fields.integer("num_experts"))
     name = "num_experts" if fields.has("num_experts") else "num_local_experts"
     normalized = fields.flag("norm_topk_prob", False)
-    mixture = _mixture(fields, name, "moe_intermediate_size", normalized)
+    mixture = read_mixture(fields, name, "moe_intermediate_size", normalized)
     dense, step = fields.integers("mlp_only_layers"), fields.integer("decoder_sparse_step", 1)
     layers = range(fields.integer("num_hidden_layers"))
     bias = fields.flag("attention_bias", False)
@@ -159,10 +154,10 @@ def _gemma3(fields: Fields, architecture: str) -> DecoderConfig:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         fields.only(name, None)
     fields.only("use_bidirectional_attention", False)
-    slides = _gemma_slides(fields)
+    slides = gemma_slides(fields)
     window = fields.integer("sliding_window", 4096)
     head_dim, max_context = fields.integer("head_dim"), fields.integer("max_position_embeddings")
-    local, full = _gemma_ropes(fields, head_dim, max_context)
+    local, full = gemma_ropes(fields, head_dim, max_context)
     bias = fields.flag("attention_bias", False)
     return _decoder(
         fields,
@@ -197,7 +192,7 @@ def _phi3(fields: Fields, architecture: str) -> DecoderConfig:
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
         ropes=(rope,) * fields.integer("num_hidden_layers"),
-        windows=_same_window(fields),
+        windows=same_window(fields),
     )
 
 
@@ -274,68 +269,6 @@ def _decoder(
 
 
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-
-
-def _mixture(fields: Fields, num_experts: str, intermediate_size: str, normalized: bool) -> Mixture:
-    count, chosen = fields.integer(num_experts), fields.integer("num_experts_per_tok")
-    if chosen > count:
-        fields.refuse("num_experts_per_tok", f"at most {num_experts} ({count})")
-    return Mixture(count, chosen, fields.integer(intermediate_size), normalized)
-
-
-def _same_window(fields: Fields) -> tuple[int | None, ...]:
-    return (fields.optional_integer("sliding_window"),) * fields.integer("num_hidden_layers")
-
-
-def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
-    """Qwen's layers from `max_window_layers` on slide when `use_sliding_window`; `layer_types` wins."""
-    layers = fields.integer("num_hidden_layers")
-    window = fields.optional_integer("sliding_window")
-    first = fields.optional_integer("max_window_layers")
-    slides = [False] * layers
-    if fields.flag("use_sliding_window", False):
-        if window is None or first is None:
-            fields.refuse("use_sliding_window", "false without sliding_window and max_window_layers")
-        slides = [layer >= first for layer in range(layers)]
-    if fields.has("layer_types"):
-        typed = _layer_types(fields, layers)
-        if any(typed) and not any(slides):
-            fields.refuse("layer_types", "full_attention alone, as use_sliding_window says")
-        slides = typed
-    return tuple(window if sliding else None for sliding in slides)
-
-
-def _layer_types(fields: Fields, layers: int) -> list[bool]:
-    """Of each layer, whether it slides."""
-    types = fields.texts("layer_types")
-    known = {"full_attention", "sliding_attention"}
-    if len(types) != layers or not known.issuperset(types):
-        fields.refuse("layer_types", f"{layers} of {sorted(known)}")
-    return [kind == "sliding_attention" for kind in types]
-
-
-def _gemma_slides(fields: Fields) -> list[bool]:
-    """Of each layer, whether it slides: by `layer_types`, or all but every sixth or so."""
-    layers = fields.integer("num_hidden_layers")
-    patterns = [name for name in ("sliding_window_pattern", "_sliding_window_pattern") if fields.has(name)]
-    if fields.has("layer_types"):
-        return _layer_types(fields, layers)
-    pattern = fields.integer(patterns[0]) if patterns else 6
-    return [(layer + 1) % pattern > 0 for layer in range(layers)]
-
-
-def _gemma_ropes(fields: Fields, head_dim: int, max_context: int) -> tuple[Rope, Rope]:
-    """Of layers that slide and of those that don't."""
-    if not fields.has("rope_parameters"):
-        local = plain_rope(head_dim, max_context, fields.number("rope_local_base_freq", 10_000.0))
-        return local, read_rope(fields, head_dim, max_context, theta=1e6)
-    values = fields.section("rope_parameters")
-    local, full = (
-        read_rope_section(values.section(name), head_dim, max_context, theta)
-        for name, theta in (("sliding_attention", 10_000.0), ("full_attention", 1e6))
-    )
-    values.finish(())
-    return local, full
 
 
 _HARMLESS = frozenset(

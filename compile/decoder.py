@@ -7,7 +7,8 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from qtool.compile.config import DecoderConfig, Mixture
+from qtool.compile.config import DecoderConfig
+from qtool.compile.layers import Mixture
 from qtool.compile.rope import Rope
 from qtool.core.qtensor import Linear
 

@@ -43,8 +43,9 @@ from onnx import TensorProto
 from qtool.compile.backends.onnx_activation import fake_quantize
 from qtool.compile.backends.onnx_graph import Graph, Tensor
 from qtool.compile.codes import code_bytes
-from qtool.compile.config import DecoderConfig, Mixture
+from qtool.compile.config import DecoderConfig
 from qtool.compile.decoder import Attention, Weights, decode
+from qtool.compile.layers import Mixture
 from qtool.compile.rope import Rope
 from qtool.compile.stack import alike, stack
 from qtool.compile.weights import CheckpointWeights

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from qtool.compile.backends.openvino_activation import fake_quantize
 from qtool.compile.codes import code_bytes
-from qtool.compile.config import DecoderConfig, Mixture
+from qtool.compile.config import DecoderConfig
 from qtool.compile.decoder import Attention, Weights, decode
+from qtool.compile.layers import Mixture
 from qtool.compile.rope import Rope
 from qtool.compile.stack import alike, stack
 from qtool.compile.weights import CheckpointWeights

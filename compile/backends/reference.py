@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtool.compile.config import DecoderConfig, Mixture
+from qtool.compile.config import DecoderConfig
 from qtool.compile.decoder import Attention, Weights
+from qtool.compile.layers import Mixture
 from qtool.compile.rope import Rope
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint

@@ -13,7 +13,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from qtool.compile.config import Mixture, read_config
+from qtool.compile.config import read_config
+from qtool.compile.layers import Mixture
 from qtool.compile.rope import plain_rope
 from qtool.errors import QtoolError
 from tests.compile.checkpoints import FAMILIES, LINEAR, LLAMA3, LONGROPE, YARN
