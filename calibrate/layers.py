@@ -54,6 +54,11 @@ class LayerRunner:
     def __len__(self) -> int:
         return len(self.model.model.layers)
 
+    @property
+    def vocab_size(self) -> int:
+        """V, the tokens that the embedding table has rows for."""
+        return int(self.model.get_input_embeddings().num_embeddings)
+
     def linears(self) -> dict[str, nn.Linear]:
         """Every linear layer of the model by its full name, without weights."""
         return {name: part for name, part in self.model.named_modules() if isinstance(part, nn.Linear)}

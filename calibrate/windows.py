@@ -79,3 +79,16 @@ def calibration_windows(
         return sample_windows(token_ids, calibration.num_samples, calibration.seq_len, calibration.seed)
     except UsageError as error:
         raise UsageError(f"{calibration.dataset}: {error}") from error
+
+
+def check_vocabulary(windows: Tensor, vocab_size: int, model: Path) -> None:
+    """Raise UsageError when windows hold a token that a model with `vocab_size` of them does not know.
+
+    `model` is the folder whose tokenizer made them.
+    """
+    largest = int(windows.max())
+    if largest >= vocab_size:
+        raise UsageError(
+            f"{model}: its tokenizer has {len(load_tokenizer(model))} tokens and its model {vocab_size}, and "
+            f"the text holds token {largest}; use the tokenizer that the model was trained with"
+        )

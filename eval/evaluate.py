@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from qtool.calibrate.text import load_records
-from qtool.calibrate.windows import load_tokenizer, sequential_windows, tokenize
+from qtool.calibrate.windows import check_vocabulary, load_tokenizer, sequential_windows, tokenize
 from qtool.core.recipe import Evaluation
 from qtool.errors import UsageError
 from qtool.eval.compare import compare
@@ -32,6 +32,7 @@ def evaluate(
     """
     windows = evaluation_windows(baseline, evaluation)
     base = open_engine(baseline, kv_cache_tokens=evaluation.window_len, threads=threads)
+    check_vocabulary(windows, base.vocab_size, baseline)
     other = open_model(model, kv_cache_tokens=evaluation.window_len, threads=threads)
     drift = compare(base, other, windows, on_window)
     return DriftReport(

@@ -15,7 +15,7 @@ from qtool.calibrate.layers import LayerRunner, checkpoint_weights
 from qtool.calibrate.skeleton import COMPUTED, PREFIX
 from qtool.calibrate.statistics import Collector
 from qtool.calibrate.text import digest, load_records
-from qtool.calibrate.windows import calibration_windows, load_tokenizer
+from qtool.calibrate.windows import calibration_windows, check_vocabulary, load_tokenizer
 from qtool.core.checkpoint import COMPANIONS, Checkpoint
 from qtool.core.files import refuse_existing, sha256
 from qtool.core.formats import compressed_tensors
@@ -54,6 +54,7 @@ def quantize_checkpoint(
     runner = LayerRunner(source)
     assigned = _assign(recipe, runner)
     windows, text_digest = _windows(source, recipe)
+    check_vocabulary(windows, runner.vocab_size, checkpoint)
     inputs = {path.name: sha256(path) for path in source.files} | {recipe.calibration.dataset: text_digest}
     with work_folder(output, _fingerprint(recipe, inputs)) as work:
         records = _run_layers(runner, windows, assigned, work, progress)

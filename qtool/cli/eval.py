@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from qtool.cli.options import Threads
+
 
 def eval_(
     model: Annotated[str, typer.Argument(help="Checkpoint or engine to judge.")],
@@ -16,7 +18,7 @@ def eval_(
     max_kl_p99: Annotated[float | None, typer.Option(help="Gate: 99th percentile of KL.")] = None,
     max_ppl_increase: Annotated[float | None, typer.Option(help="Gate: 0.05 allows 5 %.")] = None,
     min_top1: Annotated[float | None, typer.Option(help="Gate: share of equal argmax.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+    threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Perplexity, KL divergence and top-1 agreement against the baseline; exit code 1 when a gate fails."""

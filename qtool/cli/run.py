@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from qtool.cli.options import Threads
+
 
 def run(
     engine: Annotated[Path, typer.Argument(help="Engine folder, or a checkpoint for the reference engine.")],
@@ -18,7 +20,7 @@ def run(
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine.")] = None,
+    threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer and its usage as JSON.")] = False,
 ) -> None:
     """Answer one chat message, streamed to stdout."""
