@@ -1,7 +1,7 @@
 """The command line: one file a sub-command, what is heavy imported inside the command.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 failed (a gate that is not met
-included), 2 asked for something that cannot be, 130 interrupted.
+included), 2 asked for something that cannot be, 130 interrupted, 143 terminated.
 """
 
 from collections.abc import Sequence
@@ -64,6 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     command = typer.main.get_command(app)
     try:
         command(arguments, prog_name="qtool")
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         raise SystemExit(report(error)) from error
     raise SystemExit(0)
