@@ -77,6 +77,23 @@ TARGETS: dict[str, Target] = {
 }
 
 
+def check_target(target: str, kv_cache: str | None, tensorrt: TensorRtOptions | None) -> str:
+    """The precision of the KV pool that these options give; UsageError where the target can't have them."""
+    if target not in TARGETS:
+        raise UsageError(
+            f"target {target!r} is unknown; {nearest(target, TARGETS)} (known: {', '.join(sorted(TARGETS))})"
+        )
+    kv_bytes, takes_options = TARGETS[target].kv_bytes, TARGETS[target].takes_options
+    if tensorrt is not None and not takes_options:
+        raise UsageError(f"target {target} has no use for the options of TensorRT; leave them out")
+    kv_cache = kv_cache or next(iter(kv_bytes))
+    if kv_cache not in kv_bytes:
+        raise UsageError(
+            f"kv_cache {kv_cache!r} is not possible for target {target}; wanted {', '.join(kv_bytes)}"
+        )
+    return kv_cache
+
+
 def compile_engine(
     checkpoint: Path,
     target: str,
@@ -96,18 +113,7 @@ def compile_engine(
     the target does not execute and for an output that exists, QtoolError for a checkpoint that is damaged or
     has something the decoder does not know.
     """
-    if target not in TARGETS:
-        raise UsageError(
-            f"target {target!r} is unknown; {nearest(target, TARGETS)} (known: {', '.join(sorted(TARGETS))})"
-        )
-    kv_bytes, takes_options = TARGETS[target].kv_bytes, TARGETS[target].takes_options
-    if tensorrt is not None and not takes_options:
-        raise UsageError(f"target {target} has no use for the options of TensorRT; leave them out")
-    kv_cache = kv_cache or next(iter(kv_bytes))
-    if kv_cache not in kv_bytes:
-        raise UsageError(
-            f"kv_cache {kv_cache!r} is not possible for target {target}; wanted {', '.join(kv_bytes)}"
-        )
+    kv_cache = check_target(target, kv_cache, tensorrt)
     write = load(TARGETS[target].write, extra=target)
     source = Checkpoint(checkpoint)
     config = read_config(source.config, str(checkpoint / "config.json"))
@@ -118,7 +124,7 @@ def compile_engine(
         "progress": progress,
     }
     with new_folder(output) as folder:
-        write(source, config, folder, **options if takes_options else {})
+        write(source, config, folder, **options if TARGETS[target].takes_options else {})
         _copy_companions(checkpoint, folder)
         spec = _spec(source, config, target, kv_cache, folder)
         if tensorrt is not None and tensorrt.max_context is not None:

@@ -17,9 +17,17 @@ def silent(done: int, total: int, sqnr_db: float | None) -> None:
     """Report nothing."""
 
 
+def _sqnr(sqnr_db: float | None) -> str:
+    return "" if sqnr_db is None else f"SQNR {sqnr_db:.1f} dB"
+
+
 @contextmanager
 def layer_bar() -> Iterator[Report]:
-    """A bar over the layers on stderr, with the SQNR of the latest."""
+    """A bar over the layers on stderr, with the SQNR of the latest; a line a layer off a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total, sqnr_db: console.print(f"layer {done}/{total} {_sqnr(sqnr_db)}".rstrip())
+        return
     columns = (
         TextColumn("quantizing"),
         BarColumn(),
@@ -27,12 +35,11 @@ def layer_bar() -> Iterator[Report]:
         TextColumn("{task.fields[sqnr]}"),
         TimeRemainingColumn(),
     )
-    bar = Progress(*columns, console=Console(stderr=True))
+    bar = Progress(*columns, console=console)
     task = bar.add_task("layers", total=None, sqnr="")
 
     def report(done: int, total: int, sqnr_db: float | None) -> None:
-        sqnr = "" if sqnr_db is None else f"SQNR {sqnr_db:.1f} dB"
-        bar.update(task, completed=done, total=total, sqnr=sqnr)
+        bar.update(task, completed=done, total=total, sqnr=_sqnr(sqnr_db))
         bar.start()
 
     try:

@@ -10,7 +10,9 @@ from qtool.cli.options import Threads
 def eval_(
     model: Annotated[str, typer.Argument(help="Checkpoint or engine to judge.")],
     baseline: Annotated[str, typer.Option(help="The unquantized checkpoint (or an engine of it).")],
-    recipe: Annotated[str | None, typer.Option(help="Take dataset, windows and gates from it.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", "-r", help="Take dataset, windows and gates from it.")
+    ] = None,
     dataset: Annotated[str | None, typer.Option(help="Text to judge on; the recipe's by default.")] = None,
     num_windows: Annotated[int | None, typer.Option(min=1, help="Windows from the text's start.")] = None,
     window_len: Annotated[int | None, typer.Option(min=2, help="Tokens in a window.")] = None,

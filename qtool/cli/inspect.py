@@ -144,14 +144,14 @@ def _steps(steps: dict[str, "Step"], machine: "Machine", kv_cache: str) -> "Tabl
     source = "measured here" if machine.measured else "given"
     table = _table(
         f"floor at {machine.bandwidth / 1e9:.1f} GB/s{arithmetic} ({source}), KV cache {kv_cache}",
-        *("step, sequences x tokens", "moved", "GFLOP", "at least", "tokens/s at most", "bound by"),
+        *("sequences x tokens", "moved", "GFLOP", "at least", "tokens/s", "bound by"),
     )
     for name, step in steps.items():
         table.add_row(
             name,
             _size(step.bytes),
             f"{step.flops / 1e9:.2f}",
-            f"{step.time * 1e3:.3g} ms",
+            _time(step.time),
             f"{step.tokens / step.time:,.0f}",
             step.bound or "give --flops",
         )
@@ -165,6 +165,10 @@ def _table(title: str, *columns: str) -> "Table":
     for index, column in enumerate(columns):
         table.add_column(column, no_wrap=index == 0)
     return table
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _size(size: float) -> str:

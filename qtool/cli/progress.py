@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 
 from rich.console import Console
 from rich.progress import Progress
@@ -9,8 +10,13 @@ from rich.progress import Progress
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar of `total` steps; yields the function that advances it by one."""
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    """Show a bar of `total` steps, a line a step where stderr is no terminal; yields what advances it."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        steps = count(1)
+        yield lambda: console.print(f"{what} {next(steps)}/{total}")
+        return
+    with Progress(console=console, transient=True) as progress:
         task = progress.add_task(what, total=total)
         yield lambda: progress.advance(task)
 

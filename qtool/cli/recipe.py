@@ -44,15 +44,22 @@ def check(
     references: Annotated[list[str], typer.Argument(metavar="RECIPE...", help="Files or shipped names.")],
 ) -> None:
     """Say ok, or everything that is wrong with exit code 2, for each recipe."""
+    from qtool.compile.build import check_target
     from qtool.errors import UsageError
     from qtool.recipes import find_recipe
 
     problems = []
     for reference in references:
         try:
-            find_recipe(reference)
+            recipe = find_recipe(reference)
         except UsageError as error:
             problems.append(str(error))
+            continue
+        try:
+            for engine in recipe.compile:
+                check_target(engine.target, engine.kv_cache, engine.tensorrt)
+        except UsageError as error:
+            problems.append(f"{reference}: compile: {error}")
         else:
             typer.echo(f"{reference}: ok")
     if problems:

@@ -35,6 +35,7 @@ def test_the_manifest_is_all_that_json_prints(qtool: Qtool, tiny: Path, recipe: 
     assert manifest["recipe"]["calibration"]["num_samples"] == 3
     assert manifest["recipe"]["calibration"]["seq_len"] == 16
     assert manifest == json.loads((output / "qtool_manifest.json").read_text())
+    assert [line.split()[1] for line in ended.err.splitlines()] == ["0/3", "1/3", "2/3", "3/3"]
 
 
 # 48 divides the 96 inputs of gate_proj and up_proj, 32 the 160 of down_proj.

@@ -57,6 +57,19 @@ def test_check_tells_all_problems_of_all_files_and_which_are_ok(qtool: Qtool, tm
     assert "none.yaml: neither a file nor a shipped recipe" in problems[2]
 
 
+def test_check_holds_the_engines_to_build_to_what_their_targets_can(qtool: Qtool, tmp_path: Path) -> None:
+    for engine, problem in (
+        ("{target: onxx}", "did you mean 'onnx'?"),
+        ("{target: onnx, kv_cache: u8}", "kv_cache 'u8' is not possible for target onnx; wanted f32"),
+    ):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(GOOD + f"compile: [{engine}]\n")
+        ended = qtool("recipe", "check", path)
+        assert (ended.code, ended.out) == (2, "")
+        assert str(path) in ended.err
+        assert problem in ended.err
+
+
 def test_the_schema_is_json_and_lets_a_method_be_a_name_or_a_mapping(qtool: Qtool) -> None:
     schema = json.loads(qtool("recipe", "schema").out)
     method = schema["$defs"]["Rule"]["properties"]["method"]["anyOf"]
