@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from qtool.core.catalog import fetch
 
+from qtool.core.catalog import fetch
 from tests.models import write_offgrid, write_tiny
 
 
