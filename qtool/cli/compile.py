@@ -21,8 +21,8 @@ def compile_(
     kv_cache: Annotated[
         str | None,
         typer.Option(
-            help="Precision of the KV cache: f32, f16 or u8, as the target has it; the target's most exact by default. "
-            "Below f32 costs accuracy."
+            help="Precision of the KV cache: f32, f16 or u8, as far as the target has it; its most exact by "
+            "default. Below f32 costs accuracy."
         ),
     ] = None,
     recipe: Annotated[
