@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from qtool.cli.options import Threads
+
 
 def batch(
     engine: Annotated[Path, typer.Argument(help="Engine folder, or a checkpoint for the reference engine.")],
@@ -17,7 +19,7 @@ def batch(
     kv_cache_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens that the KV cache holds, all sequences together.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine.")] = None,
+    threads: Threads = None,
 ) -> None:
     """Answer every request of a batch file. Interrupted, it goes on where it was when started again."""
     import asyncio

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from qtool.cli.options import Threads
+
 
 class SloPolicy(StrEnum):
     """What becomes of a request whose objective can't be kept."""
@@ -53,7 +55,7 @@ def serve(
     kv_cache_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens that the KV cache holds, all sequences together.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine.")] = None,
+    threads: Threads = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="File of API keys, one a line; clients must send one of them.")
     ] = None,
