@@ -44,7 +44,7 @@ def test_linears_are_listed_with_the_bits_that_they_take(tiny: Path, tmp_path: P
     assert rows["model.layers.*.self_attn.q_proj"].bits == 32
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-bias", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "llama-bias", "qwen3", "phi3"])
 def test_the_arithmetic_of_a_prefill_is_what_torch_counts(family: str, tmp_path: Path) -> None:
     folder = write_family(family, tmp_path / "model")
     _, config, weights = inspect(folder)
@@ -67,6 +67,17 @@ def test_a_decode_step_moves_the_weights_and_the_context(tmp_path: Path) -> None
     assert many.bytes == found.weight_bytes - weights.table + 4 * 22 * kv_bytes
     assert many.memory_time == pytest.approx(many.bytes / 1e9)
     assert (one.bound, one.time) == ("memory", one.memory_time)
+
+
+def test_a_small_step_reads_the_experts_that_it_needs(tmp_path: Path) -> None:
+    folder = write_family("mixtral", tmp_path / "model")  # two of five experts
+    found, config, weights = inspect(folder)
+    assert weights.experts == found.parts["experts"] == 3 * 5 * 3 * 96 * 160 * 4
+    one, many = (
+        predict_step(config, weights, 0, MACHINE, batch=batch, past=0, new=1).bytes for batch in (1, 100)
+    )
+    assert one == pytest.approx(weights.rest + weights.experts * 2 / 5)
+    assert many == pytest.approx(weights.rest + weights.experts)
 
 
 def test_larger_steps_become_bound_by_arithmetic(tiny: Path) -> None:
