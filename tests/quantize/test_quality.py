@@ -38,6 +38,6 @@ def test_awq4_and_gptq4_drift_less_than_rtn4(offgrid: Path, tmp_path: Path) -> N
         quantize_checkpoint(offgrid, recipe, tmp_path / name)
         quantized = log_probabilities(tmp_path / name, windows)
         drift[name] = float((base.exp() * (base - quantized)).sum(-1).mean())
-    # Measured: about a third of rtn4's for both. Two thirds leaves room for another Python's text.
-    assert drift["awq4"] < 0.67 * drift["rtn4"], drift
-    assert drift["gptq4"] < 0.67 * drift["rtn4"], drift
+    # Measured: 0.020 and 0.025 against rtn4's 0.137. Half leaves room for another Python's text.
+    assert drift["awq4"] < 0.5 * drift["rtn4"], drift
+    assert drift["gptq4"] < 0.5 * drift["rtn4"], drift
