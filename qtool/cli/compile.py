@@ -54,7 +54,7 @@ def compile_(
 ) -> None:
     """Build an engine for one kind of machine, ready to serve, and print its folder."""
     from qtool.cli.progress import share_bar
-    from qtool.compile.build import compile_engine
+    from qtool.compile.build import check_target, compile_engine
     from qtool.core.files import refuse_existing
     from qtool.core.recipe import CompileTarget
     from qtool.core.sources import resolve
@@ -69,14 +69,16 @@ def compile_(
         "max_context": max_context,
         "draft_tokens": draft_tokens,
     }
-    model, options = resolve(checkpoint), _changed(chosen.tensorrt, limits)
+    options = _changed(chosen.tensorrt, limits)
+    pool = check_target(target, kv_cache or chosen.kv_cache, options)
+    model = resolve(checkpoint)
     Tokenizer.load(model)  # an engine without one cannot be served
     with share_bar(f"compiling for {target}") as progress:
         compile_engine(
             model,
             target,
             output,
-            kv_cache=kv_cache or chosen.kv_cache,
+            kv_cache=pool,
             tensorrt=_with_onnx(options) if verify and target.startswith("tensorrt") else options,
             progress=progress,
         )

@@ -7,13 +7,16 @@ import pytest
 
 from tests.cli.conftest import Qtool
 from tests.compile.checkpoints import write_family
+from tests.models import write_tokenizer
 
 pytest.importorskip("tensorrt_rtx_bindings")
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_family("llama", tmp_path_factory.mktemp("model") / "llama")
+    folder = write_family("llama", tmp_path_factory.mktemp("model") / "llama")
+    write_tokenizer(folder)
+    return folder
 
 
 def test_options_and_a_recipe_s_target_decide_what_is_built(
@@ -34,11 +37,14 @@ def test_options_and_a_recipe_s_target_decide_what_is_built(
     assert info["profiles"][2]["sizes"]["S"] == [2, 3, 3]
     assert info["max_context"] == 100
     assert sorted(file.name for file in output.iterdir()) == [
+        "chat_template.jinja",
         "config.json",
         "engine.json",
         "engine_info.json",
         "generation_config.json",
         "model.plan",
+        "tokenizer.json",
+        "tokenizer_config.json",
     ]
 
 
