@@ -1,12 +1,16 @@
 """Quantized tensors: codes with their scales, and the linear layer that holds one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from qtool.core.activation import Activation
-from qtool.core.schemes import Fp8Scheme, IntScheme
+from qtool.core.schemes import Fp4Scheme, Fp8Scheme, IntScheme
+
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the e2m1 codes 0 to 7 stand for; 8 to 15 are the same numbers, negative."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +78,69 @@ class Fp8Tensor:
 
 
 @dataclass(frozen=True)
+class Fp4Tensor:
+    """A weight [N, K] as e2m1 floats: ``global_scale * scale * FP4_VALUES[code]``.
+
+    codes [N, K] uint8: the four bits of each, sign first, so 0 to 15 and not packed. scale [N, K / block] in
+    the scheme's own dtype: float8_e4m3fn (nvfp4) or float8_e8m0fnu (mxfp4). global_scale is nvfp4's factor,
+    [1] for the tensor or [N] where rows of several were stacked; None for mxfp4. It is float64: some formats
+    store its reciprocal in float32, and so neither way of writing it loses anything.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+    scheme: Fp4Scheme
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        out_features, in_features = self.codes.shape
+        return out_features, in_features
+
+    def by_row(self) -> "Fp4Tensor":
+        """The same weight with a global scale of its own for each output: rows can be cut and stacked."""
+        if self.global_scale is None:
+            return self
+        return replace(self, global_scale=self.global_scale.expand(self.shape[0]))
+
+    def rows(self, own: slice) -> "Fp4Tensor":
+        """Some of the outputs."""
+        factor = self.by_row().global_scale
+        return Fp4Tensor(
+            self.codes[own], self.scale[own], None if factor is None else factor[own], self.scheme
+        )
+
+    def values(self) -> Tensor:
+        """What the codes stand for before any scale: float32 [N, K]."""
+        table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
+        return table[self.codes.long()]
+
+    def scales(self) -> Tensor:
+        """float32 scales [N, K / block], the global one multiplied in."""
+        if self.global_scale is None:
+            return self.scale.float()
+        return (self.scale.double() * self.global_scale[:, None]).float()
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight [N, K] that the codes stand for, computed in float32."""
+        out_features, in_features = self.shape
+        blocks = self.values().view(out_features, -1, self.scheme.group_size)
+        return (blocks * self.scales()[..., None]).view(out_features, in_features).to(dtype)
+
+
+Quantized: TypeAlias = QuantizedTensor | Fp8Tensor | Fp4Tensor
+Weight: TypeAlias = Tensor | Quantized
+
+
+@dataclass(frozen=True)
 class Linear:
     """A linear layer as a checkpoint holds it: ``x[:, order] @ weight.T + bias``, x rounded first.
 
     weight [N, K], dense or quantized, and bias [N] or None.
     """
 
-    weight: Tensor | QuantizedTensor | Fp8Tensor
+    weight: Weight
     bias: Tensor | None
     order: Tensor | None = None
     """[K] int64: the input that each column of `weight` multiplies; None: in order.

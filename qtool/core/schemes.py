@@ -60,6 +60,28 @@ class Fp8Scheme:
 
 
 @dataclass(frozen=True)
+class Fp4Scheme:
+    """Codes in e2m1 (0, 0.5, 1, 1.5, 2, 3, 4 and 6, with a sign) with one scale for each block of inputs.
+
+    mxfp4: blocks of 32 inputs, scales that are powers of two (e8m0); a weight is ``scale * code`` (OCP
+    Microscaling Formats 1.0, section 5). nvfp4: blocks of 16, scales in float8_e4m3fn, and one float32 number
+    for the tensor beside them; a weight is ``global_scale * scale * code``. A block has to divide the inputs.
+    """
+
+    kind: Literal["nvfp4", "mxfp4"]
+
+    num_bits = 4
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale."""
+        return 16 if self.kind == "nvfp4" else 32
+
+    def __str__(self) -> str:
+        return f"{self.kind}, group {self.group_size}"
+
+
+@dataclass(frozen=True)
 class ActivationScheme:
     """How a linear's inputs are rounded before its product.
 
@@ -79,7 +101,7 @@ class ActivationScheme:
         )
 
 
-WeightScheme: TypeAlias = IntScheme | Fp8Scheme
+WeightScheme: TypeAlias = IntScheme | Fp8Scheme | Fp4Scheme
 
 
 @dataclass(frozen=True)
