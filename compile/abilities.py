@@ -38,3 +38,15 @@ def check_schemes(checkpoint: Checkpoint, target: str, abilities: Abilities) -> 
                 f"{checkpoint.path}: {module} is quantized as {scheme}, which target {target} does not "
                 f"execute; it takes {abilities}"
             )
+
+
+def check_dynamic_quantization(checkpoint: Checkpoint, group_size: int) -> None:
+    """Raise UsageError naming the first linear whose inputs would not be rounded, its weights' groups cutting
+    those of `group_size` inputs: OpenVINO computes such a one with its inputs as they are, without a word."""
+    for module, scheme in checkpoint.schemes().items():
+        weight = scheme.weight
+        if isinstance(weight, IntScheme) and (weight.group_size or group_size) % group_size:
+            raise UsageError(
+                f"{checkpoint.path}: dynamic_quantization is {group_size}, which does not divide the group "
+                f"size {weight.group_size} of {module}; take a smaller one, or none"
+            )

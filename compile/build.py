@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from qtool.compile.abilities import Abilities, check_schemes
+from qtool.compile.abilities import Abilities, check_dynamic_quantization, check_schemes
 from qtool.compile.config import DecoderConfig, read_config
 from qtool.compile.engine import EngineSpec
 from qtool.core.checkpoint import COMPANIONS, Checkpoint
@@ -77,7 +77,12 @@ TARGETS: dict[str, Target] = {
 }
 
 
-def check_target(target: str, kv_cache: str | None, tensorrt: TensorRtOptions | None) -> str:
+def check_target(
+    target: str,
+    kv_cache: str | None,
+    tensorrt: TensorRtOptions | None,
+    dynamic_quantization: int | None = None,
+) -> str:
     """The precision of the KV pool that these options give; UsageError where the target can't have them."""
     if target not in TARGETS:
         raise UsageError(
@@ -86,6 +91,8 @@ def check_target(target: str, kv_cache: str | None, tensorrt: TensorRtOptions | 
     kv_bytes, takes_options = TARGETS[target].kv_bytes, TARGETS[target].takes_options
     if tensorrt is not None and not takes_options:
         raise UsageError(f"target {target} has no use for the options of TensorRT; leave them out")
+    if dynamic_quantization is not None and target != "openvino":
+        raise UsageError(f"target {target} has no use for dynamic_quantization; leave it out")
     kv_cache = kv_cache or next(iter(kv_bytes))
     if kv_cache not in kv_bytes:
         raise UsageError(
@@ -100,6 +107,7 @@ def compile_engine(
     output: Path,
     *,
     kv_cache: str | None = None,
+    dynamic_quantization: int | None = None,
     tensorrt: TensorRtOptions | None = None,
     progress: Callable[[str, float], None] = lambda phase, share: None,
 ) -> EngineSpec:
@@ -107,17 +115,21 @@ def compile_engine(
 
     `kv_cache` is the precision of keys and values in the pool: f32 is exact, f16 halves the pool's
     bytes, u8 quarters them; what they cost is for ``qtool eval`` to measure. None takes the most exact that
-    the target has. `progress` is told the phase of a build that takes long, and the share of it that is done.
+    the target has. `dynamic_quantization` is how many inputs of a quantized linear OpenVINO's kernels round to
+    int8 with one scale as they come, on CPUs with VNNI instructions; None rounds none. `progress` is told the
+    phase of a build that takes long, and the share of it that is done.
 
     Raises UsageError for an unknown target or precision, for options of another target, for a scheme that
     the target does not execute and for an output that exists, QtoolError for a checkpoint that is damaged or
     has something the decoder does not know.
     """
-    kv_cache = check_target(target, kv_cache, tensorrt)
+    kv_cache = check_target(target, kv_cache, tensorrt, dynamic_quantization)
     write = load(TARGETS[target].write, extra=target)
     source = Checkpoint(checkpoint)
     config = read_config(source.config, str(checkpoint / "config.json"))
     check_schemes(source, target, TARGETS[target].abilities)
+    if dynamic_quantization is not None:
+        check_dynamic_quantization(source, dynamic_quantization)
     options = {
         "target": target,
         "tensorrt": tensorrt or TensorRtOptions(),
@@ -126,7 +138,7 @@ def compile_engine(
     with new_folder(output) as folder:
         write(source, config, folder, **options if TARGETS[target].takes_options else {})
         _copy_companions(checkpoint, folder)
-        spec = _spec(source, config, target, kv_cache, folder)
+        spec = _spec(source, config, target, kv_cache, dynamic_quantization, folder)
         if tensorrt is not None and tensorrt.max_context is not None:
             spec = spec.model_copy(update={"max_context": min(tensorrt.max_context, config.max_context)})
         spec.save(folder)
@@ -140,7 +152,14 @@ def _copy_companions(checkpoint: Path, folder: Path) -> None:
             shutil.copyfile(checkpoint / name, folder / name)
 
 
-def _spec(source: Checkpoint, config: DecoderConfig, target: str, kv_cache: str, folder: Path) -> EngineSpec:
+def _spec(
+    source: Checkpoint,
+    config: DecoderConfig,
+    target: str,
+    kv_cache: str,
+    dynamic_quantization: int | None,
+    folder: Path,
+) -> EngineSpec:
     kv_bytes = TARGETS[target].kv_bytes[kv_cache](config.head_dim)
     return EngineSpec(
         target=target,
@@ -149,6 +168,7 @@ def _spec(source: Checkpoint, config: DecoderConfig, target: str, kv_cache: str,
         max_context=config.max_context,
         block_size=TARGETS[target].block_size,
         kv_cache=kv_cache,
+        dynamic_quantization=dynamic_quantization,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,

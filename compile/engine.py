@@ -24,6 +24,8 @@ class EngineSpec(BaseModel):
     """Tokens a block of the KV pool holds."""
     kv_cache: str
     """The precision of keys and values in the pool."""
+    dynamic_quantization: int | None = None
+    """Inputs of a quantized linear that the kernels round to int8 with one scale; None: not rounded."""
     num_layers: int
     num_kv_heads: int
     head_dim: int

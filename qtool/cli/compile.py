@@ -25,6 +25,13 @@ def compile_(
             "default. Below f32 costs accuracy."
         ),
     ] = None,
+    dynamic_quantization: Annotated[
+        int | None,
+        typer.Option(
+            help="OpenVINO: round inputs of quantized linears to int8, 32, 64 or 128 with one scale. Faster, "
+            "and costs accuracy."
+        ),
+    ] = None,
     recipe: Annotated[
         str | None, typer.Option("--recipe", "-r", help="Take what its compile section says of the target.")
     ] = None,
@@ -56,7 +63,7 @@ def compile_(
     from qtool.cli.progress import share_bar
     from qtool.compile.build import check_target, compile_engine
     from qtool.core.files import refuse_existing
-    from qtool.core.recipe import CompileTarget
+    from qtool.core.recipe import CompileTarget, override
     from qtool.core.sources import resolve
     from qtool.runtime.tokenizer import Tokenizer
 
@@ -70,7 +77,8 @@ def compile_(
         "draft_tokens": draft_tokens,
     }
     options = _changed(chosen.tensorrt, limits)
-    pool = check_target(target, kv_cache or chosen.kv_cache, options)
+    chosen = override(chosen, kv_cache=kv_cache, dynamic_quantization=dynamic_quantization)
+    pool = check_target(target, chosen.kv_cache, options, chosen.dynamic_quantization)
     model = resolve(checkpoint)
     Tokenizer.load(model)  # an engine without one cannot be served
     with share_bar(f"compiling for {target}") as progress:
@@ -79,6 +87,7 @@ def compile_(
             target,
             output,
             kv_cache=pool,
+            dynamic_quantization=chosen.dynamic_quantization,
             tensorrt=_with_onnx(options) if verify and target.startswith("tensorrt") else options,
             progress=progress,
         )

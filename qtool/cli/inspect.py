@@ -98,6 +98,8 @@ def _facts(found: "Inspection") -> "Table":
         )
     if found.engine is not None:
         table.add_row("block", f"{found.engine.block_size} tokens")
+        rounded = found.engine.dynamic_quantization
+        table.add_row("dynamic quantization", f"{rounded} inputs a scale" if rounded else "none")
         table.add_row("window", f"{found.engine.window} tokens" if found.engine.window else "none")
         table.add_row(
             "built with", ", ".join(f"{name} {text}" for name, text in found.engine.versions.items())

@@ -184,12 +184,19 @@ class CompileTarget(_Frozen):
 
     target: str = Field(description="openvino, onnx, tensorrt-rtx, tensorrt or reference")
     kv_cache: Literal["f32", "f16", "u8"] | None = Field(None, description="null: the target's most exact")
+    dynamic_quantization: Literal[32, 64, 128] | None = Field(
+        None,
+        description="openvino alone: inputs of quantized linears that are rounded to int8 with one scale; "
+        "null: not rounded",
+    )
     tensorrt: TensorRtOptions | None = Field(None, description="of the TensorRT targets alone")
 
     @model_validator(mode="after")
     def _options_have_a_use(self) -> Self:
         if self.tensorrt is not None and not self.target.startswith("tensorrt"):
             raise ValueError(f"tensorrt has no use for target {self.target}; drop it")
+        if self.dynamic_quantization is not None and self.target != "openvino":
+            raise ValueError(f"dynamic_quantization has no use for target {self.target}; drop it")
         return self
 
 

@@ -94,8 +94,9 @@ class OpenVinoEngine:
 def compile_model(file: Path, spec: EngineSpec, threads: int | None) -> ov.CompiledModel:
     """Compile an engine's graph for this CPU.
 
-    Everything that OpenVINO would round on its own is off: activations are not quantized, sums and
-    activations are float32, and keys and values have the precision that the engine was compiled with.
+    Everything that OpenVINO would round on its own is off: sums and activations are float32; inputs of
+    quantized linears are rounded, and keys and values have a lower precision, only where the engine was
+    compiled so.
     """
     core = ov.Core()
     core.get_property(
@@ -109,7 +110,7 @@ def compile_model(file: Path, spec: EngineSpec, threads: int | None) -> ov.Compi
     settings = {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": "f32",
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": spec.dynamic_quantization or 0,
         "KV_CACHE_PRECISION": spec.kv_cache,
     }
     if threads is not None:
