@@ -4,8 +4,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qtool.core.recipe import Method, Quantization, WeightFormat, matches
-from qtool.core.schemes import IntScheme
+from qtool.core.recipe import Method, Quantization, matches
+from qtool.core.recipe_schemes import WeightFormat
+from qtool.core.schemes import ActivationScheme, WeightScheme
 from qtool.errors import UsageError, nearest
 
 _OFFERED = (32, 48, 64, 80, 96, 128, 160, 192, 256)
@@ -16,7 +17,8 @@ class Assignment:
     """How one linear is quantized."""
 
     method: Method
-    scheme: IntScheme
+    scheme: WeightScheme
+    activation: ActivationScheme | None = None
 
 
 def assign(quantization: Quantization, linears: Mapping[str, int]) -> dict[str, Assignment]:
@@ -35,7 +37,9 @@ def assign(quantization: Quantization, linears: Mapping[str, int]) -> dict[str, 
             continue
         for rule in quantization.rules:
             if any(matches(target, module) for target in rule.targets):
-                assigned[module] = Assignment(rule.method, _scheme(module, in_features, rule.weights))
+                scheme = _scheme(module, in_features, rule.weights)
+                inputs = None if rule.activations is None else rule.activations.scheme
+                assigned[module] = Assignment(rule.method, scheme, inputs)
                 break
     return assigned
 
@@ -54,13 +58,16 @@ def _check_target(target: str, keep: tuple[str, ...], linears: Mapping[str, int]
         )
 
 
-def _scheme(module: str, in_features: int, weights: WeightFormat) -> IntScheme:
+def _scheme(module: str, in_features: int, weights: WeightFormat) -> WeightScheme:
     scheme = weights.scheme(in_features)
     if scheme is None:
-        sizes = ", ".join(map(str, (weights.group_size, *weights.group_size_fallback)))
+        sizes = ", ".join(map(str, weights.group_sizes))
         fitting = ", ".join(str(size) for size in _OFFERED if in_features % size == 0)
+        fixed = weights.format != "int"
+        which = f", which {weights.format} prescribes," if fixed else ""
         raise UsageError(
-            f"quantization.rules: weights.group_size {sizes} does not divide in_features {in_features} of "
-            f"{module}; use {fitting or 'null (one group a channel)'}"
+            f"quantization.rules: weights.group_size {sizes}{which} does not divide in_features "
+            f"{in_features} of {module}; use {'format int with ' if fixed else ''}"
+            + (fitting or "null (one group a channel)")
         )
     return scheme

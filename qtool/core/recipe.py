@@ -8,7 +8,6 @@ import regex
 import yaml
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -17,7 +16,7 @@ from pydantic import (
 )
 
 from qtool.core.recipe_problems import duplicate_keys, explain
-from qtool.core.schemes import IntScheme
+from qtool.core.recipe_schemes import Activations, Frozen, IntWeights, KvCache, WeightFormat
 from qtool.core.yaml_tree import read_tree
 from qtool.errors import UsageError
 
@@ -25,14 +24,10 @@ _MATCH_SECONDS = 5.0
 """A name takes microseconds, unless a pattern tries the repeats in its repeats in every way."""
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+_Section = TypeVar("_Section", bound=Frozen)
 
 
-_Section = TypeVar("_Section", bound=_Frozen)
-
-
-class Calibration(_Frozen):
+class Calibration(Frozen):
     """The text that a model sees while its statistics are collected."""
 
     dataset: str = Field(
@@ -45,32 +40,7 @@ class Calibration(_Frozen):
     chat_template: bool = Field(False, description="render each record with the model's chat template")
 
 
-class WeightFormat(_Frozen):
-    """The number format of a weight, with what to fall back on where a group does not divide."""
-
-    num_bits: Literal[4, 8] = 4
-    group_size: int | None = Field(128, ge=8, description="inputs that share a scale; null: the channel")
-    group_size_fallback: tuple[Annotated[int, Field(ge=8)], ...] = Field(
-        (), description="tried in order where group_size does not divide in_features"
-    )
-    symmetric: bool = True
-
-    @model_validator(mode="after")
-    def _fallback_has_a_use(self) -> Self:
-        if self.group_size is None and self.group_size_fallback:
-            raise ValueError("group_size null fits every linear, so group_size_fallback has no use; drop one")
-        return self
-
-    def scheme(self, in_features: int) -> IntScheme | None:
-        """The first of the group sizes that divides `in_features`; None when none does."""
-        sizes = (self.group_size, *self.group_size_fallback)
-        for size in sizes:
-            if size is None or in_features % size == 0:
-                return IntScheme(self.num_bits, size, self.symmetric)
-        return None
-
-
-class _Method(_Frozen):
+class _Method(Frozen):
     # the name tells the methods apart, so a mapping has to have it though code may leave it out
     model_config = ConfigDict(json_schema_extra={"required": ["name"]})
 
@@ -124,26 +94,34 @@ Pattern = Annotated[str, AfterValidator(_compiles)]
 """Matches a linear's full name: see `matches`."""
 
 
-class Rule(_Frozen):
+class Rule(Frozen):
     """Which linears are quantized, to which format, by which method."""
 
     targets: tuple[Pattern, ...] = Field(
         min_length=1, description="module patterns: a glob such as *.mlp.*, or re:REGEX"
     )
-    weights: WeightFormat = WeightFormat()
+    weights: WeightFormat = IntWeights()
+    activations: Activations | None = Field(None, description="null: inputs stay as they are")
     method: Method = Rtn()
 
 
-class Quantization(_Frozen):
+class Quantization(Frozen):
     """Rules in order, the first that matches a linear wins; `keep` wins over all of them."""
 
-    rules: tuple[Rule, ...] = Field(min_length=1)
+    rules: tuple[Rule, ...] = ()
+    kv_cache: KvCache | None = Field(None, description="null: keys and values stay as they are")
     keep: tuple[Pattern, ...] = Field(
         ("*.self_attn.*", "lm_head", "*.embed_tokens"), description="patterns that stay in full precision"
     )
 
+    @model_validator(mode="after")
+    def _changes_something(self) -> Self:
+        if not self.rules and self.kv_cache is None:
+            raise ValueError("has neither rules nor kv_cache, so nothing would be quantized")
+        return self
 
-class Gates(_Frozen):
+
+class Gates(Frozen):
     """Limits on the drift from the unquantized model; null means no limit."""
 
     max_kl: float | None = Field(None, gt=0, description="mean KL(base || quantized), nats a token")
@@ -152,7 +130,7 @@ class Gates(_Frozen):
     min_top1: float | None = Field(None, gt=0, le=1, description="share of positions with the same argmax")
 
 
-class Evaluation(_Frozen):
+class Evaluation(Frozen):
     """The text that a quantized model is judged on, and the limits it has to keep."""
 
     dataset: str = Field("builtin:pydoc-test", description="as in calibration; a text it has not seen")
@@ -161,7 +139,7 @@ class Evaluation(_Frozen):
     gates: Gates = Gates()
 
 
-class TensorRtOptions(_Frozen):
+class TensorRtOptions(Frozen):
     """What a TensorRT engine is built for. Its limits become the bounds of the optimization profiles."""
 
     compute_capabilities: tuple[Annotated[int, Field(ge=10)], ...] = Field(
@@ -179,7 +157,7 @@ class TensorRtOptions(_Frozen):
     keep_onnx: bool = Field(False, description="leave the graph that was compiled beside the engine")
 
 
-class CompileTarget(_Frozen):
+class CompileTarget(Frozen):
     """An engine to build."""
 
     target: str = Field(description="openvino, onnx, tensorrt-rtx, tensorrt or reference")
@@ -200,7 +178,7 @@ class CompileTarget(_Frozen):
         return self
 
 
-class Recipe(_Frozen):
+class Recipe(Frozen):
     """A recipe file, checked."""
 
     version: Literal[1] = 1

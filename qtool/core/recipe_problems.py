@@ -111,7 +111,8 @@ def _step(option: Schema, part: int | str) -> Schema | None:
     if isinstance(part, int):
         return option.get("items")
     properties = option.get("properties", {})
-    if properties.get("name", {}).get("const") == part:
+    tag = properties.get("name") or properties.get("format") or {}
+    if part == tag.get("const") or part in tag.get("enum", ()):
         return option
     found: Schema | None = properties.get(part)
     return found

@@ -105,6 +105,20 @@ WeightScheme: TypeAlias = IntScheme | Fp8Scheme | Fp4Scheme
 
 
 @dataclass(frozen=True)
+class KvCacheScheme:
+    """How keys and values are stored between steps: symmetric, with calibrated scales.
+
+    One scale for the keys and one for the values of each layer, or of each KV head of each layer.
+    """
+
+    kind: Literal["int8", "fp8"]
+    per_head: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind} KV cache, a scale {'a head' if self.per_head else 'a layer'}"
+
+
+@dataclass(frozen=True)
 class LinearScheme:
     """What a quantized linear computes with; `activation` None: inputs as they come."""
 

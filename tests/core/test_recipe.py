@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from qtool.core.recipe import Awq, Calibration, Recipe, WeightFormat, load_recipe, matches, override
+from qtool.core.recipe import Awq, Calibration, Recipe, load_recipe, matches, override
+from qtool.core.recipe_schemes import IntWeights
 from qtool.core.schemes import IntScheme
 from qtool.errors import UsageError
 
@@ -119,13 +120,13 @@ def test_a_fallback_for_a_group_that_always_fits_is_refused(tmp_path: Path) -> N
     ("in_features", "group_size"), [(1536, 128), (576, 64), (96, 32), (100, None), (128, 128)]
 )
 def test_the_first_group_size_that_divides_is_used(in_features: int, group_size: int | None) -> None:
-    weights = WeightFormat(group_size=128, group_size_fallback=(64, 32))
+    weights = IntWeights(group_size=128, group_size_fallback=(64, 32))
     expected = None if group_size is None else IntScheme(4, group_size, True)
     assert weights.scheme(in_features) == expected
 
 
 def test_a_group_size_of_null_is_the_whole_channel() -> None:
-    assert WeightFormat(group_size=None).scheme(97) == IntScheme(4, None, True)
+    assert IntWeights(group_size=None).scheme(97) == IntScheme(4, None, True)
 
 
 @pytest.mark.parametrize(
