@@ -65,7 +65,7 @@ def paged_attention(
     """Attention [T, H, D] of new tokens over the past in the pool and over one another.
 
     queries [T, H, D] and new_keys, new_values [T, Hkv, D], positions rotated in, are float16 or bfloat16.
-    Pools [num_blocks, block_size, Hkv, D] have the same dtype, or are int8 or float8_e4m3fn with float32
+    Pools [num_blocks, Hkv, block_size, D] have the same dtype, or are int8 or float8_e4m3fn with float32
     scales [Hkv] or [1]. They are only read: the caller commits new_keys and new_values. All is contiguous.
     `window` 0 means none. `splits` is into how many parts to cut the keys; by default, what fills the GPU.
 
@@ -75,7 +75,7 @@ def paged_attention(
         num_heads=queries.shape[1],
         num_kv_heads=new_keys.shape[1],
         head_dim=queries.shape[2],
-        block_size=key_pool.shape[1],
+        block_size=key_pool.shape[2],
         scale=scale,
         dtype=_dtype("queries", queries, DTYPES),
         pool_dtype=_dtype("key_pool", key_pool, POOL_DTYPES),
@@ -156,7 +156,7 @@ def _check(
 ) -> None:
     """A kernel reads whatever lies at an address: shapes that disagree have to be found before."""
     new = (tokens, spec.num_kv_heads, spec.head_dim)
-    pool = (key_pool.shape[0], spec.block_size, spec.num_kv_heads, spec.head_dim)
+    pool = (key_pool.shape[0], spec.num_kv_heads, spec.block_size, spec.head_dim)
     width = batch.block_tables.shape[-1]
     dtype = getattr(torch, spec.dtype)
     wanted = [

@@ -52,8 +52,8 @@ def attend(
     queries,  # [T, H, D]
     new_keys,  # [T, Hkv, D]
     new_values,  # [T, Hkv, D]
-    key_pool,  # [num_blocks, block_size, Hkv, D]
-    value_pool,  # [num_blocks, block_size, Hkv, D]
+    key_pool,  # [num_blocks, Hkv, block_size, D]
+    value_pool,  # [num_blocks, Hkv, block_size, D]
     block_tables,  # [B, max_blocks]
     past_lens,  # [B]
     new_starts,  # [B + 1]
@@ -148,7 +148,7 @@ def attend(
             block_tables + sequence * max_blocks + key_position // block_size, mask=is_key, other=0
         )
         # 64 bits: a pool may hold more than 2**31 elements.
-        slot = (block.to(tl.int64) * block_size + key_position % block_size) * num_kv_heads + kv_head
+        slot = (block.to(tl.int64) * num_kv_heads + kv_head) * block_size + key_position % block_size
         key_at = key_pool + slot[None, :] * head_dim + dims[:, None]
         key = _widen(tl.load(key_at, mask=is_key[None, :] & is_dim[:, None], other=0.0), query.dtype)
         visible = is_row[:, None] & is_key[None, :]

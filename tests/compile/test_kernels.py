@@ -79,14 +79,15 @@ class Case:
         order = torch.randperm(sum(blocks) + 1, generator=generator).tolist()
         # Beyond a sequence's blocks its table names a block that does not exist.
         tables = torch.full((len(blocks), max(blocks)), 10**6, dtype=torch.int32)
-        pools = [torch.full((len(order), self.block_size, *kv), math.nan, dtype=self.dtype) for _ in range(2)]
+        shape = (len(order), self.num_kv_heads, self.block_size, self.head_dim)
+        pools = [torch.full(shape, math.nan, dtype=self.dtype) for _ in range(2)]
         for row, ((past, _), count) in enumerate(zip(self.lens, blocks, strict=True)):
             mine = [order.pop() for _ in range(count)]
             tables[row, :count] = torch.tensor(mine)
             for position in range(past):
                 for pool in pools:
                     block = mine[position // self.block_size]
-                    pool[block, position % self.block_size] = normal(*kv)
+                    pool[block, :, position % self.block_size] = normal(*kv)
         starts = torch.tensor([0, *new]).cumsum(0).int()
         positions = torch.cat([torch.arange(past, past + count) for past, count in self.lens]).int()
         batch = Batch(tables, torch.tensor([past for past, _ in self.lens]).int(), starts, positions)
@@ -108,15 +109,17 @@ def reference(
     """One token at a time, in float64."""
     queries, new_keys, new_values, key_pool, value_pool = (tensor.double() for tensor in tensors)
     if scales:
-        key_pool, value_pool = key_pool * scales[0][:, None], value_pool * scales[1][:, None]
+        key_pool, value_pool = (
+            pool * s[:, None, None] for pool, s in zip((key_pool, value_pool), scales, strict=True)
+        )
     group = queries.shape[1] // new_keys.shape[1]
     output = torch.zeros_like(queries)
     for sequence, (start, end) in enumerate(zip(batch.new_starts[:-1], batch.new_starts[1:], strict=True)):
         past = int(batch.past_lens[sequence])
-        slots = [divmod(position, key_pool.shape[1]) for position in range(past)]
+        slots = [divmod(position, key_pool.shape[2]) for position in range(past)]
         table = batch.block_tables[sequence]
-        past_keys = [key_pool[table[block], offset] for block, offset in slots]
-        past_values = [value_pool[table[block], offset] for block, offset in slots]
+        past_keys = [key_pool[table[block], :, offset] for block, offset in slots]
+        past_values = [value_pool[table[block], :, offset] for block, offset in slots]
         for token in range(start, end):
             keys, values, at = list(past_keys), list(past_values), list(range(past))
             for other in range(start, token + 1):
@@ -277,9 +280,9 @@ def test_every_e4m3_code_widens_to_its_value(interpret: Attention, native: bool,
 def quantized(pool: torch.Tensor, dtype: torch.dtype, per_head: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of a pool and their scales; slots that nobody owns become the largest code."""
     largest = 127.0 if dtype == torch.int8 else 448.0
-    peak = pool.float().nan_to_num().abs().amax((0, 1, 3))
+    peak = pool.float().nan_to_num().abs().amax((0, 2, 3))
     scales = (peak if per_head else peak.max().reshape(1)) / largest
-    codes = (pool.float() / scales[:, None]).nan_to_num(largest)
+    codes = (pool.float() / scales[:, None, None]).nan_to_num(largest)
     return (codes.round().to(dtype) if dtype == torch.int8 else codes.to(dtype)), scales
 
 

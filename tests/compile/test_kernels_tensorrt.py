@@ -22,7 +22,7 @@ EXTENTS = {"decode": (1, 1), "verify": (48, 8), "chunk": (512, 1)}
 
 def case(tokens: int, sequences: int, tactic: int) -> dict[str, Any]:
     """One layer of SmolLM2 on sm_90."""
-    new, pool = [tokens, 3, 64], [1000, 16, 3, 64]
+    new, pool = [tokens, 3, 64], [1000, 3, 16, 64]
     inputs: dict[str, tuple[list[int], str]] = {
         "queries": ([tokens, 9, 64], "HALF"),
         "new_keys": (new, "HALF"),
