@@ -8,6 +8,7 @@ from pathlib import Path
 from qtool.compile.abilities import Abilities, check_dynamic_quantization, check_schemes
 from qtool.compile.config import DecoderConfig, read_config
 from qtool.compile.engine import EngineSpec
+from qtool.compile.hidden import HiddenStates, parse_layers
 from qtool.core.checkpoint import COMPANIONS, Checkpoint
 from qtool.core.files import new_folder, sha256
 from qtool.core.lazy import load
@@ -21,7 +22,7 @@ class Target:
     """What an engine can be compiled for."""
 
     write: str
-    """``module:function`` that writes the model into a folder: (checkpoint, config, folder) -> None."""
+    """``module:function`` that writes the model: (checkpoint, config, folder, hidden_layers) -> None."""
     weights: str
     """The pattern of the files in that folder that hold them."""
     abilities: Abilities
@@ -109,6 +110,7 @@ def compile_engine(
     kv_cache: str | None = None,
     dynamic_quantization: int | None = None,
     tensorrt: TensorRtOptions | None = None,
+    hidden_states: str | None = None,
     progress: Callable[[str, float], None] = lambda phase, share: None,
 ) -> EngineSpec:
     """Compile the checkpoint folder for `target` into the new folder `output`, whole or not at all.
@@ -119,14 +121,17 @@ def compile_engine(
     int8 with one scale as they come, on CPUs with VNNI instructions; None rounds none. `progress` is told the
     phase of a build that takes long, and the share of it that is done.
 
-    Raises UsageError for an unknown target or precision, for options of another target, for a scheme that
-    the target does not execute and for an output that exists, QtoolError for a checkpoint that is damaged or
-    has something the decoder does not know.
+    `hidden_states` says what the engine gives of a token beside logits, see `hidden.parse_layers`.
+
+    Raises UsageError for an unknown target, precision or layer, for options of another target, for a scheme
+    that the target does not execute and for an output that exists, QtoolError for a checkpoint that is
+    damaged or has something the decoder does not know.
     """
     kv_cache = check_target(target, kv_cache, tensorrt, dynamic_quantization)
     write = load(TARGETS[target].write, extra=target)
     source = Checkpoint(checkpoint)
     config = read_config(source.config, str(checkpoint / "config.json"))
+    layers = () if hidden_states is None else parse_layers(hidden_states, config.num_layers)
     check_schemes(source, target, TARGETS[target].abilities)
     if dynamic_quantization is not None:
         check_dynamic_quantization(source, dynamic_quantization)
@@ -136,9 +141,12 @@ def compile_engine(
         "progress": progress,
     }
     with new_folder(output) as folder:
-        write(source, config, folder, **options if TARGETS[target].takes_options else {})
+        write(source, config, folder, layers, **options if TARGETS[target].takes_options else {})
         _copy_companions(checkpoint, folder)
         spec = _spec(source, config, target, kv_cache, dynamic_quantization, folder)
+        if layers:
+            hidden = HiddenStates(size=config.hidden_size, layers=layers)
+            spec = spec.model_copy(update={"hidden_states": hidden})
         if tensorrt is not None and tensorrt.max_context is not None:
             spec = spec.model_copy(update={"max_context": min(tensorrt.max_context, config.max_context)})
         spec.save(folder)

@@ -3,16 +3,20 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
 from qtool.compile.config import DecoderConfig
+from qtool.compile.hidden import FINAL, HiddenLayer
 from qtool.compile.layers import Mixture
 from qtool.compile.rope import Rope
 from qtool.core.qtensor import Linear
 
 T = TypeVar("T")
+
+RowsOf = Literal["logit_rows", "hidden_rows"]
+"""The rows of a step whose logits, or whose hidden states, are wanted."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,8 @@ class Operations(Protocol[T]):
         """Element by element."""
         ...
 
-    def take_rows(self, x: T) -> T:
-        """The rows whose logits the step wants."""
+    def take_rows(self, x: T, rows: RowsOf = "logit_rows") -> T:
+        """The rows that the step wants."""
         ...
 
 
@@ -89,18 +93,35 @@ class Weights(Protocol):
     def linear(self, module: str) -> Linear: ...
 
 
-def decode(config: DecoderConfig, weights: Weights, ops: Operations[T]) -> T:
-    """Logits [R, V] of the wanted rows. Weights are asked for layer by layer, in order."""
+@dataclass(frozen=True)
+class Decoded(Generic[T]):
+    """What the decoder gives of a step."""
+
+    logits: T
+    """[R, V], of the step's logit rows."""
+    hidden: tuple[T, ...]
+    """Of each hidden layer that was asked for, in that order: [F, hidden], of the step's hidden rows."""
+
+
+def decode(
+    config: DecoderConfig, weights: Weights, ops: Operations[T], hidden_layers: Sequence[HiddenLayer] = ()
+) -> Decoded[T]:
+    """Logits and hidden states of the wanted rows. Weights are asked for layer by layer, in order."""
     table = weights.tensor(f"{EMBEDDING}.weight")
     x = ops.embed(table)
     if config.embedding_scale != 1:
         x = ops.scale(x, config.embedding_scale)
+    hidden: dict[HiddenLayer, T] = {}
     for layer in range(config.num_layers):
+        if layer in hidden_layers:
+            hidden[layer] = ops.take_rows(x, "hidden_rows")
         x = _attention(config, weights, ops, layer, x)
         x = _mlp(config, weights, ops, layer, x)
+    if FINAL in hidden_layers:
+        hidden[FINAL] = _norm(config, weights, ops, FINAL_NORM, ops.take_rows(x, "hidden_rows"))
     x = _norm(config, weights, ops, FINAL_NORM, ops.take_rows(x))
     head = Linear(table, None) if config.tied else weights.linear(HEAD)
-    return ops.linears(x, [head])[0]
+    return Decoded(ops.linears(x, [head])[0], tuple(hidden[layer] for layer in hidden_layers))
 
 
 def _attention(config: DecoderConfig, weights: Weights, ops: Operations[T], layer: int, x: T) -> T:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from qtool.compile.hidden import HiddenStates
 from qtool.errors import QtoolError
 
 ENGINE = "engine.json"
@@ -35,6 +36,8 @@ class EngineSpec(BaseModel):
     """Of the weights on disk."""
     kv_bytes_per_token: int
     """Of the pool, all layers."""
+    hidden_states: HiddenStates | None = None
+    """What it gives of a token beside logits; None: nothing."""
     versions: dict[str, str]
     """Of the packages that built it."""
     checkpoint: dict[str, str]

@@ -11,6 +11,7 @@ Inputs:
 - ``positions`` int32 [B, S]: of each new token in its sequence; of a tree's node, its depth added.
 - ``block_tables`` int32 [B, M]: the blocks of each sequence's past; padding may be any block, such as 0.
 - ``logit_rows`` int32 [R]: which of the B·S new tokens want logits, row-major.
+- ``hidden_rows`` int32 [F]: which of them want hidden states; only in a graph that gives some.
 - ``attention_mask`` bool [B, 1, S, P + S]: which of the past slots, then of the new tokens, a new token
   sees: past slots that are filled, new tokens by causality or by a tree. Layers with a sliding window of W
   read ``attention_mask.W`` instead; the graph has the masks that its layers need. A row must see something,
@@ -19,7 +20,8 @@ Inputs:
   block_size, D] with its two outer dimensions as one. In this layout one Gather by ``table·Hkv + head``
   yields [B, Hkv, P, D], what attention reads, in runs of block_size·D numbers and without a transpose.
 
-Outputs: ``logits`` float32 [R, V]; for each layer ``new_key.i`` and ``new_value.i`` C [B, Hkv, S, D], keys
+Outputs: ``logits`` float32 [R, V]; ``hidden_states`` float32 [F, hidden layers · hidden] where the graph is
+made with some; for each layer ``new_key.i`` and ``new_value.i`` C [B, Hkv, S, D], keys
 after their rotary embedding. The graph never writes the pool: the runtime commits new keys and values to the
 slots of its choice.
 
@@ -44,7 +46,8 @@ from qtool.compile.backends.onnx_activation import fake_quantize
 from qtool.compile.backends.onnx_graph import Graph, Tensor
 from qtool.compile.codes import code_bytes
 from qtool.compile.config import DecoderConfig
-from qtool.compile.decoder import Attention, Weights, decode
+from qtool.compile.decoder import Attention, RowsOf, Weights, decode
+from qtool.compile.hidden import HiddenLayer
 from qtool.compile.layers import Mixture
 from qtool.compile.rope import Rope
 from qtool.compile.stack import alike, stack
@@ -81,7 +84,7 @@ class Onnx:
         self._token_ids = graph.input("token_ids", _INT32, ["B", "S"])
         self._positions = graph.input("positions", _INT32, ["B", "S"])
         self._tables = graph.input("block_tables", _INT32, ["B", "M"])
-        self._logit_rows = graph.input("logit_rows", _INT32, ["R"])
+        graph.input("logit_rows", _INT32, ["R"])
         self._rotations: dict[Rope, tuple[str, str]] = {}
         self._pool_rows: dict[int, str] = {}
         self._table: tuple[torch.Tensor, str] | None = None
@@ -151,9 +154,10 @@ class Onnx:
     def add(self, a: Rows, b: Rows) -> Rows:
         return Rows(self._graph.node("Add", a.name, b.name), a.features)
 
-    def take_rows(self, x: Rows) -> Rows:
-        rows = self._reshape(x.name, -1, x.features)
-        return Rows(self._graph.node("Gather", rows, self._logit_rows, axis=0), x.features)
+    def take_rows(self, x: Rows, rows: RowsOf = "logit_rows") -> Rows:
+        wanted = self._graph.input(rows, _INT32, ["R" if rows == "logit_rows" else "F"])
+        every = self._reshape(x.name, -1, x.features)
+        return Rows(self._graph.node("Gather", every, wanted, axis=0), x.features)
 
     def _shares(self, logits: Rows, mixture: Mixture) -> str:
         """Each expert's share of each row, 0 where it is not chosen; taken in float32."""
@@ -319,6 +323,7 @@ def write_onnx(
     *,
     dtype: torch.dtype = torch.float32,
     block_size: int = BLOCK_SIZE,
+    hidden_layers: Sequence[HiddenLayer] = (),
 ) -> Path:
     """Write the decoder as ``model.onnx`` with its weights beside it; the path of the former.
 
@@ -328,16 +333,22 @@ def write_onnx(
     with (folder / DATA).open("wb") as data:
         graph = Graph(data, DATA)
         backend = Onnx(graph, dtype, block_size)
-        logits = decode(config, weights, backend).name
-    if dtype != torch.float32:
-        logits = graph.node("Cast", logits, to=TensorProto.FLOAT)
-    graph.output("logits", logits, TensorProto.FLOAT, ["R", config.vocab_size])
+        decoded = decode(config, weights, backend, hidden_layers)
+    outputs = {"logits": (decoded.logits.name, ["R", config.vocab_size])}
+    if decoded.hidden:
+        joined = graph.node("Concat", *(rows.name for rows in decoded.hidden), axis=-1)
+        outputs["hidden_states"] = joined, ["F", config.hidden_size * len(decoded.hidden)]
+    for name, (value, shape) in outputs.items():
+        exact = value if dtype == torch.float32 else graph.node("Cast", value, to=TensorProto.FLOAT)
+        graph.output(name, exact, TensorProto.FLOAT, shape)
     for name, (value, shape) in backend.new_entries.items():
         graph.output(name, value, _KINDS[dtype], shape)
     onnx.save(graph.model(config.architecture), folder / MODEL)
     return folder / MODEL
 
 
-def write(checkpoint: Checkpoint, config: DecoderConfig, folder: Path) -> None:
+def write(
+    checkpoint: Checkpoint, config: DecoderConfig, folder: Path, hidden_layers: Sequence[HiddenLayer] = ()
+) -> None:
     """Write the graph, in float32."""
-    write_onnx(config, CheckpointWeights(config, checkpoint), folder)
+    write_onnx(config, CheckpointWeights(config, checkpoint), folder, hidden_layers=hidden_layers)

@@ -22,7 +22,8 @@ from torch import Tensor
 from qtool.compile.backends.openvino_activation import fake_quantize
 from qtool.compile.codes import code_bytes
 from qtool.compile.config import DecoderConfig
-from qtool.compile.decoder import Attention, Weights, decode
+from qtool.compile.decoder import Attention, RowsOf, Weights, decode
+from qtool.compile.hidden import HiddenLayer
 from qtool.compile.layers import Mixture
 from qtool.compile.rope import Rope
 from qtool.compile.stack import alike, stack
@@ -148,8 +149,10 @@ class OpenVino:
     def add(self, a: Node, b: Node) -> Node:
         return ops.add(a, b).output(0)
 
-    def take_rows(self, x: Node) -> Node:
-        return ops.gather(x, self._input("logit_rows"), _integers(0)).output(0)
+    def take_rows(self, x: Node, rows: RowsOf = "logit_rows") -> Node:
+        if rows not in self.parameters:  # an engine without hidden states has no input for them
+            self.parameters[rows] = _parameter(rows, ov.Type.i32, [-1])
+        return ops.gather(x, self._input(rows), _integers(0)).output(0)
 
     def _input(self, name: str) -> Node:
         return self.parameters[name].output(0)
@@ -182,17 +185,28 @@ class OpenVino:
 _ACTIVATIONS = {"silu": ops.swish, "gelu_pytorch_tanh": partial(ops.gelu, approximation_mode="TANH")}
 
 
-def build_model(config: DecoderConfig, weights: Weights) -> ov.Model:
-    """The decoder as a graph: int32 inputs of a ragged batch, the pools of each layer, logits [R, V]."""
+def build_model(
+    config: DecoderConfig, weights: Weights, hidden_layers: Sequence[HiddenLayer] = ()
+) -> ov.Model:
+    """The decoder as a graph: int32 inputs of a ragged batch, the pools of each layer, logits [R, V].
+
+    With `hidden_layers` its second output is their hidden states [F, len(hidden_layers) · hidden].
+    """
     backend = OpenVino()
-    logits = decode(config, weights, backend)
-    logits.get_tensor().set_names({"logits"})
-    return ov.Model([logits], list(backend.parameters.values()), config.architecture)
+    decoded = decode(config, weights, backend, hidden_layers)
+    outputs = {"logits": decoded.logits}
+    if decoded.hidden:
+        outputs["hidden_states"] = ops.concat(list(decoded.hidden), 1).output(0)
+    for name, output in outputs.items():
+        output.get_tensor().set_names({name})
+    return ov.Model(list(outputs.values()), list(backend.parameters.values()), config.architecture)
 
 
-def write(checkpoint: Checkpoint, config: DecoderConfig, folder: Path) -> None:
+def write(
+    checkpoint: Checkpoint, config: DecoderConfig, folder: Path, hidden_layers: Sequence[HiddenLayer] = ()
+) -> None:
     """Write the graph and its weights as ``model.xml`` and ``model.bin``."""
-    model = build_model(config, CheckpointWeights(config, checkpoint))
+    model = build_model(config, CheckpointWeights(config, checkpoint), hidden_layers)
     ov.save_model(model, folder / MODEL, compress_to_fp16=False)
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qtool.compile.config import DecoderConfig
-from qtool.compile.decoder import Attention, Weights
+from qtool.compile.decoder import Attention, RowsOf, Weights
+from qtool.compile.hidden import HiddenLayer
 from qtool.compile.layers import Mixture
 from qtool.compile.rope import Rope
 from qtool.compile.weights import CheckpointWeights
@@ -22,21 +23,29 @@ KV_DTYPES = {"f32": torch.float32, "f16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The new tokens of B sequences, one sequence after another, as tensors on one device."""
+class Tokens:
+    """The new tokens of a step, one sequence after another, as tensors on one device."""
 
     token_ids: Tensor
     """[T]"""
     positions: Tensor
     """[T]"""
+    logit_rows: Tensor
+    """[R], rows of T."""
+    hidden_rows: Tensor
+    """[F], rows of T."""
+
+
+@dataclass(frozen=True)
+class Batch(Tokens):
+    """The new tokens of B sequences, and where each finds its past."""
+
     past_lens: Sequence[int]
     """[B]"""
     new_lens: Sequence[int]
     """[B]"""
     block_tables: Sequence[Tensor]
     """B tables of block numbers, each long enough for past and new tokens."""
-    logit_rows: Tensor
-    """[R], rows of T."""
     masks: Sequence[Tensor]
     """B masks [new, new], which new tokens each new token sees."""
 
@@ -81,14 +90,14 @@ class ResidentWeights:
         return self._linears[module]
 
 
-class Reference:
-    """The decoder's operations on one batch, over dense weights."""
+class Dense:
+    """The decoder's operations on the tokens of a step, over dense weights: all but attention."""
 
-    def __init__(self, batch: Batch, pool: Pool) -> None:
-        self._batch, self._pool = batch, pool
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
 
     def embed(self, table: Tensor) -> Tensor:
-        return table[self._batch.token_ids]
+        return table[self._tokens.token_ids]
 
     def linears(self, x: Tensor, group: Sequence[Linear]) -> list[Tensor]:
         return [
@@ -106,31 +115,21 @@ class Reference:
         return (normed * weight).view_as(x)
 
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
-        angles = self._batch.positions[:, None].float() * torch.from_numpy(rope.frequencies()).to(x.device)
-        cos, sin = ((rope.magnitude * factor)[:, None].to(x.dtype) for factor in (angles.cos(), angles.sin()))
+        cos, sin = self._rotation(rope, x.dtype)
         heads, half = x.view(len(x), -1, rope.head_dim), rope.dim // 2
         first, second, rest = heads[..., :half], heads[..., half : rope.dim], heads[..., rope.dim :]
         turned = (first * cos - second * sin, second * cos + first * sin, rest)
         return torch.cat(turned, dim=-1).view_as(x)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
-        batch, outputs, start = self._batch, [], 0
-        sequences = zip(batch.past_lens, batch.new_lens, batch.block_tables, batch.masks, strict=True)
-        for past, new, table, mask in sequences:
-            rows = slice(start, start + new)
-            keys = self._extend(self._pool.keys[attention.layer], k[rows], past, table)
-            values = self._extend(self._pool.values[attention.layer], v[rows], past, table)
-            outputs.append(_attend(q[rows], keys, values, batch.positions[rows], mask, attention))
-            start += new
-        return torch.cat(outputs)
+    def _rotation(self, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [T, 1, dim / 2] of the angles at the tokens' positions, taken in float32."""
+        angles = self._tokens.positions[:, None].float() * self._radians(rope)
+        cos, sin = ((rope.magnitude * factor)[:, None].to(dtype) for factor in (angles.cos(), angles.sin()))
+        return cos, sin
 
-    @staticmethod
-    def _extend(pool: Tensor, new: Tensor, past: int, table: Tensor) -> Tensor:
-        """Write `new` [n, Hkv·D] after the `past` tokens of a sequence; all of it, [past + n, Hkv, D]."""
-        block_size, end = pool.shape[1], past + len(new)
-        slots = torch.arange(past, end, device=pool.device)
-        pool[table[slots // block_size], slots % block_size] = new.view(-1, *pool.shape[2:]).to(pool.dtype)
-        return pool[table[: -(-end // block_size)]].flatten(0, 1)[:end].to(new.dtype)
+    def _radians(self, rope: Rope) -> Tensor:
+        """Radians a position, on the device."""
+        return torch.from_numpy(rope.frequencies()).to(self._tokens.positions.device)
 
     def mixture(
         self, x: Tensor, logits: Tensor, mixture: Mixture, experts: Sequence[Callable[[Tensor], Tensor]]
@@ -157,8 +156,35 @@ class Reference:
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
 
-    def take_rows(self, x: Tensor) -> Tensor:
-        return x[self._batch.logit_rows]
+    def take_rows(self, x: Tensor, rows: RowsOf = "logit_rows") -> Tensor:
+        return x[self._tokens.logit_rows if rows == "logit_rows" else self._tokens.hidden_rows]
+
+
+class Reference(Dense):
+    """All operations, attention sequence by sequence."""
+
+    def __init__(self, batch: Batch, pool: Pool) -> None:
+        super().__init__(batch)
+        self._batch, self._pool = batch, pool
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+        batch, outputs, start = self._batch, [], 0
+        sequences = zip(batch.past_lens, batch.new_lens, batch.block_tables, batch.masks, strict=True)
+        for past, new, table, mask in sequences:
+            rows = slice(start, start + new)
+            keys = self._extend(self._pool.keys[attention.layer], k[rows], past, table)
+            values = self._extend(self._pool.values[attention.layer], v[rows], past, table)
+            outputs.append(_attend(q[rows], keys, values, batch.positions[rows], mask, attention))
+            start += new
+        return torch.cat(outputs)
+
+    @staticmethod
+    def _extend(pool: Tensor, new: Tensor, past: int, table: Tensor) -> Tensor:
+        """Write `new` [n, Hkv·D] after the `past` tokens of a sequence; all of it, [past + n, Hkv, D]."""
+        block_size, end = pool.shape[1], past + len(new)
+        slots = torch.arange(past, end, device=pool.device)
+        pool[table[slots // block_size], slots % block_size] = new.view(-1, *pool.shape[2:]).to(pool.dtype)
+        return pool[table[: -(-end // block_size)]].flatten(0, 1)[:end].to(new.dtype)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -183,7 +209,9 @@ def _attend(
     return torch.einsum("hgqk,khd->qhgd", weights, values).reshape(len(q), -1)
 
 
-def write(checkpoint: Checkpoint, config: DecoderConfig, folder: Path) -> None:
+def write(
+    checkpoint: Checkpoint, config: DecoderConfig, folder: Path, hidden_layers: Sequence[HiddenLayer] = ()
+) -> None:
     """The engine is the checkpoint itself: its files, hard-linked where the file system allows."""
     CheckpointWeights(config, checkpoint)
     for file in checkpoint.files:

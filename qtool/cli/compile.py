@@ -32,6 +32,13 @@ def compile_(
             "and costs accuracy."
         ),
     ] = None,
+    hidden_states: Annotated[
+        str | None,
+        typer.Option(
+            help="Give hidden states too, for embeddings and draft heads: final, eagle3, or layers as in "
+            "2,15,final."
+        ),
+    ] = None,
     recipe: Annotated[
         str | None, typer.Option("--recipe", "-r", help="Take what its compile section says of the target.")
     ] = None,
@@ -89,6 +96,7 @@ def compile_(
             kv_cache=pool,
             dynamic_quantization=chosen.dynamic_quantization,
             tensorrt=_with_onnx(options) if verify and target.startswith("tensorrt") else options,
+            hidden_states=hidden_states,
             progress=progress,
         )
     if verify:

@@ -7,6 +7,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from qtool.compile.hidden import NO_HIDDEN_STATES, HiddenStates
+from qtool.errors import QtoolError
+
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
@@ -40,11 +43,31 @@ class Step:
     masks: Sequence[Bools | None] | None = None
     """B masks [new, new]: which of its sequence's new tokens (columns) a new token (row) sees. Each sees
     itself, and none that comes after it. None, for all or for one sequence, is causal: all before it too."""
+    hidden_rows: Ints | None = None
+    """[F], rows of T whose hidden states are wanted, ascending; None is none."""
 
     def mask(self, sequence: int) -> Bools:
         """Which of its new tokens each new token of a sequence sees, [new, new]."""
         mask = None if self.masks is None else self.masks[sequence]
         return np.tri(self.new_lens[sequence], dtype=np.bool_) if mask is None else mask
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gives."""
+
+    logits: Floats
+    """[R, V], of its logit rows."""
+    hidden: Floats
+    """[F, width], of its hidden rows: the layers that the engine was compiled for, side by side."""
+
+
+def wanted_hidden_rows(step: Step, hidden_states: HiddenStates | None) -> Ints:
+    """The step's hidden rows, [F]; QtoolError when there are some and the engine gives none."""
+    rows = np.empty(0, np.int32) if step.hidden_rows is None else step.hidden_rows
+    if len(rows) and hidden_states is None:
+        raise QtoolError(NO_HIDDEN_STATES)
+    return rows
 
 
 def slots_of(table: Sequence[int], places: Ints, block_size: int) -> Ints:
@@ -63,11 +86,18 @@ class Engine(Protocol):
     """Tokens a block holds."""
     num_blocks: int
     """Blocks in the pool."""
+    hidden_states: HiddenStates | None
+    """What it gives of a token beside logits; None: nothing."""
     takes_trees: bool
     """Whether a step may have masks and slots can be moved; else both raise QtoolError."""
 
     def run(self, step: Step) -> Floats:
         """Run one step; logits [R, V] of the wanted rows. The pool is written, nothing else changes."""
+        ...
+
+    def run_with_hidden(self, step: Step) -> StepResult:
+        """Run one step; logits and hidden states of the wanted rows. Raises QtoolError when the latter are
+        wanted and the engine was compiled without."""
         ...
 
     def copy_block(self, source: int, target: int) -> None:

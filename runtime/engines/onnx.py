@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from qtool.compile.engine import EngineSpec, read_spec
 from qtool.errors import QtoolError
-from qtool.runtime.engines.contract import Floats, Ints, Step
+from qtool.runtime.engines.contract import Floats, Ints, Step, StepResult, wanted_hidden_rows
 from qtool.runtime.engines.padded import PaddedBatch, by_length, pad
 from qtool.runtime.engines.pool import num_blocks
 
@@ -35,12 +35,14 @@ class OnnxEngine:
         self.max_context = spec.max_context
         self.block_size = spec.block_size
         self.num_blocks = num_blocks(kv_cache_tokens, spec.block_size, spec.kv_bytes_per_token)
+        self.hidden_states = spec.hidden_states
         self.takes_trees = True
         self._session = open_session(model, threads)
         inputs = {port.name: port.type for port in self._session.get_inputs()}
         self._windows = {_window(name): name for name in inputs if name.startswith(_MASK)}
         self._outputs = [
             "logits",
+            *(["hidden_states"] if spec.hidden_states else []),
             *(f"new_{kind}.{i}" for i in range(spec.num_layers) for kind in ("key", "value")),
         ]
         shape = (spec.num_layers, 2, self.num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
@@ -53,7 +55,13 @@ class OnnxEngine:
 
     def run(self, step: Step) -> Floats:
         """Run one step; logits [R, V] of the wanted rows."""
+        return self.run_with_hidden(step).logits
+
+    def run_with_hidden(self, step: Step) -> StepResult:
+        """Run one step; logits and hidden states of the wanted rows."""
         logits = np.empty((len(step.logit_rows), self.vocab_size), np.float32)
+        width = 0 if self.hidden_states is None else self.hidden_states.width
+        hidden = np.empty((len(wanted_hidden_rows(step, self.hidden_states)), width), np.float32)
         for sequences in by_length(step):
             batch = pad(step, sequences, self.block_size, self._windows)
             feeds = {
@@ -64,10 +72,14 @@ class OnnxEngine:
                 **{name: batch.masks[window] for window, name in self._windows.items()},
                 **self._pool_views,
             }
+            if self.hidden_states is not None:
+                feeds["hidden_rows"] = batch.hidden_rows
             rows, *new = self._session.run(self._outputs, feeds)
             logits[batch.logit_places] = rows
+            if self.hidden_states is not None:
+                hidden[batch.hidden_places] = new.pop(0)
             self._commit(batch, new)
-        return logits
+        return StepResult(logits, hidden)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy a block's keys and values, every layer."""

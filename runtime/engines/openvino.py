@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from qtool.compile.engine import EngineSpec, read_spec
 from qtool.errors import QtoolError
-from qtool.runtime.engines.contract import Floats, Ints, Step
+from qtool.runtime.engines.contract import Floats, Ints, Step, StepResult, wanted_hidden_rows
 from qtool.runtime.engines.pool import num_blocks
 
 MODEL = "model.xml"
@@ -28,6 +28,7 @@ class OpenVinoEngine:
         self.max_context = spec.max_context
         self.block_size = spec.block_size
         self.num_blocks = num_blocks(kv_cache_tokens, spec.block_size, spec.kv_bytes_per_token)
+        self.hidden_states = spec.hidden_states
         self.takes_trees = spec.kv_cache != "u8" and spec.window is None
         compiled = compile_model(path / MODEL, spec, threads)
         self._request = compiled.create_infer_request()
@@ -38,6 +39,10 @@ class OpenVinoEngine:
 
     def run(self, step: Step) -> Floats:
         """Run one step; logits [R, V] of the wanted rows. Raises ValueError for a table too short."""
+        return self.run_with_hidden(step).logits
+
+    def run_with_hidden(self, step: Step) -> StepResult:
+        """Run one step; logits and hidden states of the wanted rows."""
         if step.masks is not None and not self.takes_trees:
             raise QtoolError(_NO_TREES)
         ends = step.past_lens + step.new_lens
@@ -53,11 +58,17 @@ class OpenVinoEngine:
         self._set("block_indices", np.fromiter(used, np.int32, begins[-1]))
         self._set("block_indices_begins", begins)
         self._set("logit_rows", step.logit_rows)
+        hidden_rows = wanted_hidden_rows(step, self.hidden_states)
+        if self.hidden_states is not None:
+            self._set("hidden_rows", hidden_rows)
         self._set_masks(step)
         self._longest.data[()] = ends.max()
         self._request.infer(share_outputs=True)
         logits: Floats = self._request.get_output_tensor(0).data.copy()
-        return logits
+        if self.hidden_states is None:
+            return StepResult(logits, np.empty((0, 0), np.float32))
+        hidden: Floats = self._request.get_output_tensor(1).data.copy()
+        return StepResult(logits, hidden)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy a block's keys and values, every layer."""

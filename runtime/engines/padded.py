@@ -28,6 +28,10 @@ class PaddedBatch:
     """[R'], the wanted rows among the B·S, row-major."""
     logit_places: Ints
     """[R'], where those rows' logits belong among the R of the step."""
+    hidden_rows: Ints
+    """[F'], the rows whose hidden states are wanted, as `logit_rows`."""
+    hidden_places: Ints
+    """[F'], where those belong among the F of the step."""
     token_rows: Ints
     """[T'], the rows among the B·S that are tokens and no padding."""
     slots: Ints
@@ -67,7 +71,8 @@ def pad(step: Step, sequences: Sequence[int], block_size: int, windows: Iterable
         positions,
         tables,
         {window: _within(window, visible, positions)[:, None] for window in windows},
-        *_logit_rows(step, sequences, starts, num_new),
+        *_wanted(step.logit_rows, sequences, starts, num_new),
+        *_wanted(_NONE if step.hidden_rows is None else step.hidden_rows, sequences, starts, num_new),
         np.concatenate(token_rows),
         np.concatenate(slots),
     )
@@ -84,12 +89,15 @@ def _within(window: int | None, visible: Bools, positions: Ints) -> Bools:
     return recent
 
 
-def _logit_rows(step: Step, sequences: Sequence[int], starts: Ints, num_new: int) -> tuple[Ints, Ints]:
-    """The step's wanted rows that lie in `sequences`: as rows of the rectangle, and their places."""
-    owner = np.searchsorted(starts, step.logit_rows, side="right") - 1
+_NONE = np.empty(0, np.int32)
+
+
+def _wanted(wanted: Ints, sequences: Sequence[int], starts: Ints, num_new: int) -> tuple[Ints, Ints]:
+    """Those of the `wanted` rows that lie in `sequences`: as rows of the rectangle, and their places."""
+    owner = np.searchsorted(starts, wanted, side="right") - 1
     row_of = np.full(len(starts), -1, np.int32)
     row_of[sequences] = np.arange(len(sequences), dtype=np.int32)
     places = np.flatnonzero(row_of[owner] >= 0).astype(np.int32)
     owner = owner[places]
-    rows = row_of[owner] * num_new + step.logit_rows[places] - starts[owner]
+    rows = row_of[owner] * num_new + wanted[places] - starts[owner]
     return rows.astype(np.int32), places

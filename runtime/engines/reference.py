@@ -9,9 +9,10 @@ from qtool.compile.backends.reference import KV_DTYPES, Batch, Pool, Reference, 
 from qtool.compile.config import DecoderConfig, read_config
 from qtool.compile.decoder import Weights, decode
 from qtool.compile.engine import ENGINE, read_spec
+from qtool.compile.hidden import FINAL, HiddenStates, eagle3_layers
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
-from qtool.runtime.engines.contract import Floats, Ints, Step
+from qtool.runtime.engines.contract import Floats, Ints, Step, StepResult, wanted_hidden_rows
 from qtool.runtime.engines.pool import num_blocks
 
 BLOCK_SIZE = 32
@@ -30,20 +31,26 @@ class ReferenceEngine:
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        hidden_states: HiddenStates | None = None,
     ) -> None:
         self.vocab_size = config.vocab_size
         self.max_context = config.max_context
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.hidden_states = hidden_states
         self.takes_trees = True
         self._config = config
         self._device = torch.device(device)
         self._weights = ResidentWeights(weights, dtype, self._device)
         self._pool = Pool.allocate(config, num_blocks, block_size, kv_dtype, self._device)
 
-    @torch.inference_mode()
     def run(self, step: Step) -> Floats:
         """Run one step; logits [R, V] of the wanted rows."""
+        return self.run_with_hidden(step).logits
+
+    @torch.inference_mode()
+    def run_with_hidden(self, step: Step) -> StepResult:
+        """Run one step; logits and hidden states of the wanted rows."""
         batch = Batch(
             token_ids=self._tensor(step.token_ids),
             positions=self._tensor(step.positions),
@@ -51,10 +58,13 @@ class ReferenceEngine:
             new_lens=step.new_lens.tolist(),
             block_tables=[self._tensor(np.asarray(table)) for table in step.block_tables],
             logit_rows=self._tensor(step.logit_rows),
+            hidden_rows=self._tensor(wanted_hidden_rows(step, self.hidden_states)),
             masks=[torch.from_numpy(step.mask(i)).to(self._device) for i in range(len(step.new_lens))],
         )
-        logits = decode(self._config, self._weights, Reference(batch, self._pool))
-        return logits.float().cpu().numpy()
+        layers = () if self.hidden_states is None else self.hidden_states.layers
+        decoded = decode(self._config, self._weights, Reference(batch, self._pool), layers)
+        hidden = torch.cat(decoded.hidden, 1) if decoded.hidden else torch.empty(0, 0)
+        return StepResult(decoded.logits.float().cpu().numpy(), hidden.float().cpu().numpy())
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy a block's keys and values, every layer."""
@@ -77,11 +87,16 @@ def open_reference(path: Path, kv_cache_tokens: int | None, threads: int | None)
         torch.set_num_threads(threads)
     checkpoint = Checkpoint(path)
     config = read_config(checkpoint.config, str(path / "config.json"))
-    kv_dtype = KV_DTYPES[read_spec(path).kv_cache if (path / ENGINE).is_file() else "f32"]
+    spec = read_spec(path) if (path / ENGINE).is_file() else None
+    kv_dtype = KV_DTYPES["f32" if spec is None else spec.kv_cache]
+    hidden = HiddenStates(size=config.hidden_size, layers=(*eagle3_layers(config.num_layers), FINAL))
+    if spec is not None:  # a checkpoint gives them all: they cost nothing where none are wanted
+        hidden = spec.hidden_states
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_dtype.itemsize
     return ReferenceEngine(
         config,
         CheckpointWeights(config, checkpoint),
         num_blocks=num_blocks(kv_cache_tokens, BLOCK_SIZE, per_token),
         kv_dtype=kv_dtype,
+        hidden_states=hidden,
     )

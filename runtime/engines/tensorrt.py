@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from qtool.compile.backends.tensorrt.info import EngineInfo, IoTensor, read_info
 from qtool.compile.engine import EngineSpec, read_spec
 from qtool.errors import QtoolError, UsageError
-from qtool.runtime.engines.contract import Floats, Ints, Step
+from qtool.runtime.engines.contract import Floats, Ints, Step, StepResult, wanted_hidden_rows
 from qtool.runtime.engines.padded import PaddedBatch, pad
 from qtool.runtime.engines.tensorrt_calls import Call, grow, plan_calls, round_up, step_of
 
@@ -67,6 +67,8 @@ class _Profile:
     host: dict[str, torch.Tensor]
     """The same on the host, page-locked where there is a GPU, so that copies need not wait."""
     logits: torch.Tensor
+    hidden: torch.Tensor
+    """Flat, empty where the engine gives no hidden states."""
     entries: torch.Tensor
     """[2 · layers, features of the largest call]: new keys and values of each layer, key before value."""
     shapes: dict[str, tuple[int, ...]]
@@ -96,6 +98,7 @@ class TensorRtEngine:
         self.vocab_size = spec.vocab_size
         self.max_context = info.max_context
         self.block_size = layout.block_size
+        self.hidden_states = spec.hidden_states
         self.takes_trees = True
         self.num_blocks = -(-kv_cache_tokens // layout.block_size)
         if self.num_blocks > layout.max_blocks:
@@ -103,6 +106,7 @@ class TensorRtEngine:
                 f"kv_cache_tokens {kv_cache_tokens} makes {self.num_blocks} blocks, the engine was built for "
                 f"{layout.max_blocks} at most; ask for fewer, or compile with a larger max_num_seqs"
             )
+        self._width = 0 if spec.hidden_states is None else spec.hidden_states.width
         self._info, self._device, self._capture = info, device, capture
         shape = (
             2 * layout.num_layers,
@@ -120,16 +124,23 @@ class TensorRtEngine:
             self._pool.zero_()
             self._profiles = [self._open(index, new_context()) for index in range(len(info.profiles))]
 
-    @torch.inference_mode()
     def run(self, step: Step) -> Floats:
         """Run one step; logits [R, V] of the wanted rows. Raises QtoolError beyond the engine's limits."""
+        return self.run_with_hidden(step).logits
+
+    @torch.inference_mode()
+    def run_with_hidden(self, step: Step) -> StepResult:
+        """Run one step; logits and hidden states of the wanted rows."""
         logits = np.empty((len(step.logit_rows), self.vocab_size), np.float32)
+        hidden = np.empty((len(wanted_hidden_rows(step, self.hidden_states)), self._width), np.float32)
         for call in plan_calls(step, self._info):
-            part, places = step_of(step, call.pieces)
+            part, logit_places, hidden_places = step_of(step, call.pieces)
             batch = pad(part, range(len(call.pieces)), self.block_size, self._windows)
             with self._device.active():
-                logits[places[batch.logit_places]] = self._run(call, batch)
-        return logits
+                result = self._run(call, batch)
+            logits[logit_places[batch.logit_places]] = result.logits
+            hidden[hidden_places[batch.hidden_places]] = result.hidden
+        return StepResult(logits, hidden)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy a block's keys and values, every layer."""
@@ -143,32 +154,40 @@ class TensorRtEngine:
             block, offset, to_block, to_offset = self._to_device(places)
             self._pool[:, to_block, :, to_offset] = self._pool[:, block, :, offset]
 
-    def _run(self, call: Call, batch: PaddedBatch) -> Floats:
-        """Run one call and commit its keys and values; logits of its wanted rows, [R', V]."""
+    def _run(self, call: Call, batch: PaddedBatch) -> StepResult:
+        """Run one call and commit its keys and values; what it gives of its wanted rows."""
         profile, info = self._profiles[call.profile], self._info.profiles[call.profile]
-        wanted = batch.logit_rows
-        if info.kind == "prefill":
-            rows = wanted if len(wanted) else np.zeros(1, np.int32)  # a plan has no dimension of 0
-            places = np.arange(len(wanted), dtype=np.int32)
-        else:
+        wanted = {"logit_rows": batch.logit_rows}
+        if self.hidden_states is not None:
+            wanted["hidden_rows"] = batch.hidden_rows
+        if info.kind != "prefill":
             batch = grow(
                 batch,
                 round_up(len(batch.token_ids), info.sizes["B"][2]),
                 round_up(batch.block_tables.shape[1], info.sizes["M"][2]),
                 self.block_size,
             )
-            rows, places = np.arange(batch.token_ids.size, dtype=np.int32), wanted
         self._fill(profile, "token_ids", batch.token_ids)
         self._fill(profile, "positions", batch.positions)
         self._fill(profile, "block_tables", batch.block_tables)
-        self._fill(profile, "logit_rows", rows)
+        places = {}
+        for name, rows in wanted.items():
+            asked, places[name] = _rows_to_ask(rows, batch, whole=info.kind != "prefill")
+            self._fill(profile, name, asked)
         for window, name in self._windows.items():
             self._fill(profile, name, batch.masks[window])
         self._execute(call.profile, batch)
         self._commit(profile, batch)
-        device_logits = profile.logits[: len(rows) * self.vocab_size].view(len(rows), self.vocab_size)
-        logits: Floats = device_logits[self._to_device(places)].cpu().numpy()
-        return logits
+        logits = self._rows(profile.logits, self.vocab_size, places["logit_rows"])
+        if self.hidden_states is None:
+            return StepResult(logits, np.empty((0, 0), np.float32))
+        return StepResult(logits, self._rows(profile.hidden, self._width, places["hidden_rows"]))
+
+    def _rows(self, flat: torch.Tensor, width: int, places: Ints) -> Floats:
+        """Rows of `width` numbers of an output."""
+        every = flat[: len(flat) // width * width].view(-1, width)
+        rows: Floats = every[self._to_device(places)].cpu().numpy()
+        return rows
 
     def _fill(self, profile: _Profile, name: str, values: NDArray[np.generic]) -> None:
         """Copy an input to its buffer and tell the context its shape."""
@@ -224,6 +243,7 @@ class TensorRtEngine:
             inputs={},
             host={},
             logits=_buffer(high["R"] * self.vocab_size, torch.float32, device),
+            hidden=_buffer(high["F"] * self._width if self._width else 0, torch.float32, device),
             entries=_buffer(2 * layout.num_layers * stride, _DTYPES[layout.dtype], device).view(-1, stride),
             shapes={},
             graphs={},
@@ -248,7 +268,19 @@ class TensorRtEngine:
 
 
 def _output(profile: _Profile, tensor: IoTensor) -> torch.Tensor:
-    return profile.logits if tensor.name == "logits" else profile.entries[_entry(tensor.name)]
+    whole = {"logits": profile.logits, "hidden_states": profile.hidden}
+    return whole[tensor.name] if tensor.name in whole else profile.entries[_entry(tensor.name)]
+
+
+def _rows_to_ask(wanted: Ints, batch: PaddedBatch, *, whole: bool) -> tuple[Ints, Ints]:
+    """The rows that a call asks an output for, and where those wanted lie among them.
+
+    With `whole` all of the batch, so that calls of one shape are alike and can be captured; else those wanted
+    or, since a plan has no dimension of 0, one.
+    """
+    if whole:
+        return np.arange(batch.token_ids.size, dtype=np.int32), wanted
+    return (wanted if len(wanted) else np.zeros(1, np.int32)), np.arange(len(wanted), dtype=np.int32)
 
 
 def _entry(name: str) -> int:

@@ -99,12 +99,15 @@ def _batches(place: int, pieces: Iterable[Piece], info: EngineInfo) -> Iterator[
         yield Call(place, tuple(batch))
 
 
-def step_of(step: Step, pieces: Sequence[Piece]) -> tuple[Step, Ints]:
-    """The part of a step that `pieces` are, and where the logits of its rows belong among the step's."""
+def step_of(step: Step, pieces: Sequence[Piece]) -> tuple[Step, Ints, Ints]:
+    """The part of a step that `pieces` are, and where the logits, then the hidden states, of its rows belong
+    among the step's."""
     starts = np.cumsum(step.new_lens) - step.new_lens
     rows = [starts[piece.sequence] + piece.start + np.arange(piece.count, dtype=np.int32) for piece in pieces]
     tokens = np.concatenate(rows).astype(np.int32)
     wanted = np.flatnonzero(np.isin(tokens, step.logit_rows)).astype(np.int32)
+    hidden_rows = np.empty(0, np.int32) if step.hidden_rows is None else step.hidden_rows
+    hidden = np.flatnonzero(np.isin(tokens, hidden_rows)).astype(np.int32)
     part = Step(
         token_ids=step.token_ids[tokens],
         positions=step.positions[tokens],
@@ -113,8 +116,13 @@ def step_of(step: Step, pieces: Sequence[Piece]) -> tuple[Step, Ints]:
         block_tables=[step.block_tables[piece.sequence] for piece in pieces],
         logit_rows=wanted,
         masks=None if step.masks is None else [_mask(step, piece) for piece in pieces],
+        hidden_rows=hidden,
     )
-    return part, np.searchsorted(step.logit_rows, tokens[wanted]).astype(np.int32)
+    places = (
+        np.searchsorted(rows, tokens[chosen]).astype(np.int32)
+        for rows, chosen in ((step.logit_rows, wanted), (hidden_rows, hidden))
+    )
+    return part, *places
 
 
 def _mask(step: Step, piece: Piece) -> Bools | None:

@@ -19,6 +19,7 @@ class FakeEngine:
     """Keeps token ids where a model keeps keys and values."""
 
     takes_trees = False
+    hidden_states = None
 
     def __init__(
         self, num_blocks: int = 16, block_size: int = 4, vocab_size: int = 320, max_context: int = 256

@@ -125,11 +125,12 @@ class StandInContext:
             views[name][...] = result
 
     def _output_shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        (batch, tokens), (rows,) = shapes["token_ids"], shapes["logit_rows"]
+        (batch, tokens) = shapes["token_ids"]
+        rows = {"logits": shapes["logit_rows"], "hidden_states": shapes.get("hidden_rows", ())}
         layout = self._info.pool
         entry = (batch, layout.num_kv_heads, tokens, layout.head_dim)
         found = {
-            tensor.name: (rows, tensor.shape[1]) if tensor.name == "logits" else entry
+            tensor.name: (*rows[tensor.name], tensor.shape[1]) if tensor.name in rows else entry
             for tensor in self._info.tensors
             if tensor.mode == "output"
         }
@@ -150,6 +151,7 @@ class StandInContext:
             "positions": self._info.max_context,
             "block_tables": num_blocks,
             "logit_rows": batch * tokens,
+            **({"hidden_rows": batch * tokens} if "hidden_rows" in views else {}),
         }
         for name, limit in limits.items():
             values = views[name]

@@ -1,6 +1,7 @@
 """The TensorRT driver, whole, over a stand-in for plan and GPU; the plan itself is built for real."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def half(checkpoint: Path) -> Path:
     """The engine as the command builds it, and the float16 graph that it was built from."""
     folder = checkpoint.with_name("engine")
-    compile_engine(checkpoint, "tensorrt-rtx", folder, tensorrt=OPTIONS)
+    compile_engine(checkpoint, "tensorrt-rtx", folder, tensorrt=OPTIONS, hidden_states="1,final")
     return folder
 
 
@@ -66,8 +67,10 @@ def in_float32(half: Path, checkpoint: Path, folder: Path) -> Path:
     folder.mkdir()
     source = Checkpoint(checkpoint)
     config = read_config(source.config, "config.json")
-    fold_zero_points(write_onnx(config, CheckpointWeights(config, source), folder))
-    read_spec(half).save(folder)
+    spec, weights = read_spec(half), CheckpointWeights(config, source)
+    layers = spec.hidden_states.layers if spec.hidden_states else ()
+    fold_zero_points(write_onnx(config, weights, folder, hidden_layers=layers))
+    spec.save(folder)
     info = read_info(half)
     tensors = tuple(
         tensor.model_copy(update={"dtype": "Float"}) if tensor.dtype == "Half" else tensor
@@ -94,6 +97,26 @@ def test_every_kind_of_step_has_the_logits_of_the_reference(
     used = {profile for context in contexts for profile, _ in context.launches}
     assert used == {0, 1, 2}
     assert (device.num_replays > 0) == capture
+
+
+def test_hidden_states_come_from_every_profile(built: Path, reference: Engine) -> None:
+    engine, contexts, _ = open_stand_in(built, kv_cache_tokens=POOL)
+    assert engine.hidden_states is not None
+    assert reference.hidden_states is not None
+    wanted = np.r_[reference.hidden_states.columns(1), reference.hidden_states.columns("final")]
+    for each in (engine, reference):
+        each.run(step_of(Chunk(TOKENS[:60], 0, TABLE), Chunk(TOKENS[:40], 0, [3, 9])))
+    step = step_of(
+        Chunk(TOKENS[60:65], 60, TABLE), Chunk(TOKENS[40:41], 40, [3, 9]), Chunk(TOKENS[:70], 0, [4, 0, 6])
+    )
+    step = replace(step, logit_rows=np.array([4, 75], np.int32))
+    for rows in ([], [0, 4, 5], range(76), [40]):
+        asked = replace(step, hidden_rows=np.array(rows, np.int32))
+        result, exact = engine.run_with_hidden(asked), reference.run_with_hidden(asked)
+        assert difference(result.logits, exact.logits) < BOUND
+        assert result.hidden.shape == (len(rows), 192)
+        assert np.allclose(result.hidden, exact.hidden[:, wanted], atol=BOUND * 10)
+    assert all(context.launches for context in contexts)
 
 
 def test_the_float16_engine_drifts_by_its_rounding(half: Path, reference: Engine) -> None:

@@ -93,7 +93,7 @@ def test_every_wanted_row_comes_back_to_its_place(step: Step, info: EngineInfo) 
     """The token ids stand for the logits: each row has to end where its token was wanted."""
     logits = np.full(len(step.logit_rows), -1)
     for call in plan_calls(step, info):
-        part, places = step_of(step, call.pieces)
+        part, places, _ = step_of(step, call.pieces)
         batch = pad(part, range(len(call.pieces)), BLOCK, [None])
         logits[places[batch.logit_places]] = batch.token_ids.reshape(-1)[batch.logit_rows]
         assert set(batch.token_ids.reshape(-1)[batch.token_rows]) >= set(
@@ -105,7 +105,7 @@ def test_every_wanted_row_comes_back_to_its_place(step: Step, info: EngineInfo) 
 @given(steps(), limits)
 def test_growing_a_batch_hides_what_it_adds(step: Step, info: EngineInfo) -> None:
     for call in plan_calls(step, info):
-        part, _ = step_of(step, call.pieces)
+        part, *_ = step_of(step, call.pieces)
         batch = pad(part, range(len(call.pieces)), BLOCK, [None])
         (sequences, tokens), blocks = batch.token_ids.shape, batch.block_tables.shape[1]
         grown = grow(batch, sequences + 2, blocks + 3, BLOCK)

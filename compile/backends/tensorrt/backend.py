@@ -1,6 +1,7 @@
 """Write a TensorRT engine: the ONNX graph, the plan built from it, and the record of both."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from qtool.compile.backends.tensorrt.worker import BuildSpec
 from qtool.compile.backends.tensorrt.zero_points import fold_zero_points
 from qtool.compile.config import DecoderConfig
 from qtool.compile.decoder import Weights
+from qtool.compile.hidden import HiddenLayer
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.recipe import TensorRtOptions
@@ -38,13 +40,15 @@ def write(
     checkpoint: Checkpoint,
     config: DecoderConfig,
     folder: Path,
+    hidden_layers: Sequence[HiddenLayer] = (),
     *,
     target: str,
     tensorrt: TensorRtOptions,
     progress: Progress,
 ) -> None:
     """Write ``model.plan`` and ``engine_info.json`` into `folder`."""
-    write_engine(CheckpointWeights(config, checkpoint), config, folder, target, tensorrt, progress)
+    weights = CheckpointWeights(config, checkpoint)
+    write_engine(weights, config, folder, target, tensorrt, progress, hidden_layers)
 
 
 def write_engine(
@@ -54,6 +58,7 @@ def write_engine(
     target: str,
     options: TensorRtOptions,
     progress: Progress,
+    hidden_layers: Sequence[HiddenLayer] = (),
 ) -> EngineInfo:
     """Build the decoder for `target`. It computes in float16, and its pools hold that.
 
@@ -76,7 +81,9 @@ def write_engine(
     errors: dict[str, float] = {}
     if options.zero_points == "requantize":
         weights = SymmetricWeights(weights, errors)
-    model = write_onnx(config, SplitChannels(weights), folder, dtype=torch.float16)
+    model = write_onnx(
+        config, SplitChannels(weights), folder, dtype=torch.float16, hidden_layers=hidden_layers
+    )
     folded = fold_zero_points(model)
     facts = read_graph(model)
     spec = BuildSpec(

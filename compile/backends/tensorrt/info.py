@@ -65,7 +65,8 @@ class ProfileInfo(_Frozen):
 
     kind: Kind
     sizes: dict[str, tuple[int, int, int]]
-    """Least, best and largest of B sequences, S new tokens, M blocks of past, R rows of logits, P+S keys."""
+    """Least, best and largest of B sequences, S new tokens, M blocks of past, R rows of logits, F of
+    hidden states, P+S keys."""
     activation_bytes: int
     """Memory that a context of it needs on the device."""
 

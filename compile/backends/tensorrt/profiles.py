@@ -1,7 +1,7 @@
 """Optimization profiles: the bounds of the calls that a plan serves.
 
-A call's shapes follow from four sizes, as `compile.backends.onnx` names them: B sequences, S new tokens of
-each, M blocks of past and R rows of logits.
+A call's shapes follow from five sizes, as `compile.backends.onnx` names them: B sequences, S new tokens of
+each, M blocks of past, R rows of logits and F rows of hidden states.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,6 +64,7 @@ def plan_profiles(options: TensorRtOptions, config: DecoderConfig, block_size: i
                 "S": tokens,
                 "M": past,
                 "R": rows,
+                "F": Range(1, chunk, chunk) if kind == "prefill" else rows,
                 "P+S": Range(*(m * block_size + s for m, s in zip(past, tokens, strict=True))),
                 "pool_rows": pool,
             },
