@@ -1,15 +1,12 @@
 """Where a family's checkpoints keep what the decoder asks for by name."""
 
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from torch import Tensor
 
 from qtool.compile.config import DecoderConfig
 from qtool.compile.decoder import linear_shapes
-from qtool.core.qtensor import Fp8Tensor, Linear, QuantizedTensor
-
-Weight: TypeAlias = Tensor | QuantizedTensor | Fp8Tensor
+from qtool.core.qtensor import Fp4Tensor, Fp8Tensor, Linear, QuantizedTensor, Weight
 
 
 @dataclass(frozen=True)
@@ -66,6 +63,9 @@ def cut(linear: Linear, rows: range) -> Linear:
 def _cut_weight(weight: Weight, own: slice) -> Weight:
     if isinstance(weight, Tensor):
         return weight[own].clone()
+    if isinstance(weight, Fp4Tensor):
+        part = weight.rows(own)
+        return replace(part, codes=part.codes.clone(), scale=part.scale.clone())
     codes = weight.codes[own].clone()
     if isinstance(weight, QuantizedTensor):
         zero_point = None if weight.zero_point is None else weight.zero_point[own].clone()

@@ -25,11 +25,9 @@ made with some; for each layer ``new_key.i`` and ``new_value.i`` C [B, Hkv, S, D
 after their rotary embedding. The graph never writes the pool: the runtime commits new keys and values to the
 slots of its choice.
 
-Weights: 4-bit codes are a blocked DequantizeLinear over [K, N] along K, one block for a whole channel; 8-bit
-codes with one scale a channel are a DequantizeLinear along N. Symmetric codes are int4 or int8 without a
-zero point, asymmetric ones uint4 or uint8 with one. A float32 graph keeps every stored number exactly:
-16-bit weights stay 16 bits wide behind a Cast. In a float16 graph all of them, scales too, are float16.
-Large weights lie in ``model.onnx.data`` beside the graph.
+Weights are stored as `onnx_weights` says. A float32 graph keeps every stored number exactly: 16-bit weights
+stay 16 bits wide behind a Cast. In a float16 graph all of them, scales too, are float16; products of rounded
+inputs are float32 in both, see `onnx_activation`. Large weights lie in ``model.onnx.data`` beside the graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,9 +40,9 @@ import onnx
 import torch
 from onnx import TensorProto
 
-from qtool.compile.backends.onnx_activation import fake_quantize
-from qtool.compile.backends.onnx_graph import Graph, Tensor
-from qtool.compile.codes import code_bytes
+from qtool.compile.backends.onnx_activation import in_order, rounded_product
+from qtool.compile.backends.onnx_graph import Graph
+from qtool.compile.backends.onnx_weights import KINDS, dense, matrix
 from qtool.compile.config import DecoderConfig
 from qtool.compile.decoder import Attention, RowsOf, Weights, decode
 from qtool.compile.hidden import HiddenLayer
@@ -53,16 +51,10 @@ from qtool.compile.rope import Rope
 from qtool.compile.stack import alike, stack
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
-from qtool.core.qtensor import Fp8Tensor, Linear, QuantizedTensor
-from qtool.errors import QtoolError
+from qtool.core.qtensor import Linear, Weight
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
 BLOCK_SIZE = 32
-_KINDS = {
-    torch.float32: TensorProto.FLOAT,
-    torch.float16: TensorProto.FLOAT16,
-    torch.bfloat16: TensorProto.BFLOAT16,
-}
 _NUMPY: dict[torch.dtype, type[np.floating]] = {torch.float32: np.float32, torch.float16: np.float16}
 _INT32, _BOOL = TensorProto.INT32, TensorProto.BOOL
 
@@ -80,7 +72,7 @@ class Onnx:
 
     def __init__(self, graph: Graph, dtype: torch.dtype, block_size: int) -> None:
         self._graph, self._dtype, self._block_size = graph, dtype, block_size
-        self._kind = _KINDS[dtype]
+        self._kind = KINDS[dtype]
         self._token_ids = graph.input("token_ids", _INT32, ["B", "S"])
         self._positions = graph.input("positions", _INT32, ["B", "S"])
         self._tables = graph.input("block_tables", _INT32, ["B", "M"])
@@ -172,69 +164,31 @@ class Onnx:
         return graph.node("Cast", spread, to=self._kind)
 
     def _linear(self, x: Rows, linear: Linear) -> Rows:
-        weight, inputs = linear.weight, x.name
+        weight = linear.weight
         if linear.activation is not None:
-            inputs = fake_quantize(self._graph, inputs, linear.activation)
-        if linear.order is not None:
-            order = self._graph.integers(*linear.order.tolist())
-            inputs = self._graph.node("Gather", inputs, order, axis=-1)
-        if self._table is not None and weight is self._table[0]:  # a tied head, stored once
-            product = self._graph.node("Gemm", inputs, self._table[1], transB=1)
+            exact = self._cast(x.name, self._dtype, torch.float32)
+            product = rounded_product(self._graph, exact, linear, linear.activation)
+            product = self._cast(product, torch.float32, self._dtype)
+        elif self._table is not None and weight is self._table[0]:  # a tied head, stored once
+            product = self._graph.node("Gemm", x.name, self._table[1], transB=1)
         else:
+            inputs = in_order(self._graph, x.name, linear.order)
             product = self._graph.node("MatMul", inputs, self._matrix(weight))
         if linear.bias is not None:
             product = self._graph.node("Add", product, self._dense("bias", linear.bias))
         return Rows(product, weight.shape[0])
 
-    def _matrix(self, weight: torch.Tensor | QuantizedTensor | Fp8Tensor) -> str:
-        """A weight [N, K] as the right side of a product, [K, N]: dense, or (codes - zero_point) * scale."""
-        if isinstance(weight, Fp8Tensor):
-            return self._fp8(weight)
-        if not isinstance(weight, QuantizedTensor):
+    def _matrix(self, weight: Weight) -> str:
+        """A weight [N, K] as the right side of a product, [K, N]."""
+        if isinstance(weight, torch.Tensor):
             return self._dense("linear", weight.T)
-        in_features, groups = weight.shape[1], weight.scale.shape[1]
-        blocked = weight.scheme.num_bits == 4 or groups > 1
-        layout = {"axis": 0, "block_size": in_features // groups} if blocked else {"axis": 1}
-        scale = weight.scale.float().T if blocked else weight.scale.float()[:, 0]
-        inputs = [
-            self._graph.weight("codes", _codes(weight.codes.T, weight)),
-            self._graph.weight("scale", _floats(self._rounded(scale))),
-        ]
-        if weight.zero_point is not None:
-            zero_point = weight.zero_point.T if blocked else weight.zero_point[:, 0]
-            inputs.append(self._graph.weight("zero_point", _codes(zero_point, weight)))
-        return self._graph.node("DequantizeLinear", *inputs, **layout)
-
-    def _fp8(self, weight: Fp8Tensor) -> str:
-        columns, in_features = weight.scheme.columns, weight.shape[1]
-        scale, raw = weight.by_row().scale.float(), weight.codes.T.contiguous().view(torch.uint8).numpy()
-        codes = Tensor(raw.reshape(-1), TensorProto.FLOAT8E4M3FN, weight.codes.T.shape)
-        layout = {"axis": 1} if columns is None else {"axis": 0, "block_size": min(columns, in_features)}
-        factor = scale[:, 0] if columns is None else scale.T
-        return self._graph.node(
-            "DequantizeLinear",
-            self._graph.weight("codes", codes),
-            self._graph.weight("scale", _floats(self._rounded(factor))),
-            **layout,
-        )
+        return matrix(self._graph, weight, self._dtype)
 
     def _dense(self, name: str, tensor: torch.Tensor) -> str:
-        """A floating point tensor in the type that the graph computes in, stored in its own."""
-        stored = tensor if self._dtype == torch.float32 else self._rounded(tensor)
-        weight = self._graph.weight(name, _floats(stored))
-        if stored.dtype == self._dtype:
-            return weight
-        return self._graph.node("Cast", weight, to=self._kind)
+        return dense(self._graph, name, tensor, self._dtype)
 
-    def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` in the graph's own type; QtoolError where a number is too large for it."""
-        rounded = tensor.to(self._dtype)
-        if not bool(rounded.isfinite().all()):
-            raise QtoolError(
-                f"a weight reaches {tensor.abs().max().item():g}, more than float16 can hold; "
-                "compile with float32"
-            )
-        return rounded
+    def _cast(self, name: str, source: torch.dtype, target: torch.dtype) -> str:
+        return name if source == target else self._graph.node("Cast", name, to=KINDS[target])
 
     def _scaled(self, name: str, factor: float, kind: type[np.floating]) -> str:
         """A tensor, whose elements are of type `kind`, times a number."""
@@ -303,19 +257,6 @@ def _gelu_tanh(graph: Graph, x: Rows) -> Rows:
 _ACTIVATIONS = {"silu": _silu, "gelu_pytorch_tanh": _gelu_tanh}
 
 
-def _floats(tensor: torch.Tensor) -> Tensor:
-    """A floating point tensor, in its own dtype."""
-    raw = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
-    return Tensor(raw, _KINDS[tensor.dtype], tensor.shape)
-
-
-def _codes(codes: torch.Tensor, weight: QuantizedTensor) -> Tensor:
-    """Codes, or zero points, of `weight`."""
-    raw, signed = code_bytes(codes, weight)
-    kind = getattr(TensorProto, f"{'INT' if signed else 'UINT'}{weight.scheme.num_bits}")
-    return Tensor(raw, kind, codes.shape)
-
-
 def write_onnx(
     config: DecoderConfig,
     weights: Weights,
@@ -342,7 +283,7 @@ def write_onnx(
         exact = value if dtype == torch.float32 else graph.node("Cast", value, to=TensorProto.FLOAT)
         graph.output(name, exact, TensorProto.FLOAT, shape)
     for name, (value, shape) in backend.new_entries.items():
-        graph.output(name, value, _KINDS[dtype], shape)
+        graph.output(name, value, KINDS[dtype], shape)
     onnx.save(graph.model(config.architecture), folder / MODEL)
     return folder / MODEL
 
