@@ -169,7 +169,7 @@ def _write_checkpoint(
         tensors += work.tensors(index)
     write_weights(folder, tensors, shard_bytes)
     dense = [module for module in runner.linears() if module not in assigned]
-    schemes = {module: one.scheme for module, one in assigned.items()}
+    schemes = {module: one.computes_with for module, one in assigned.items()}
     config = source.config | {"quantization_config": compressed_tensors.config(schemes, dense)}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in COMPANIONS:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from qtool.core.recipe import Method, Quantization, matches
 from qtool.core.recipe_schemes import WeightFormat
-from qtool.core.schemes import ActivationScheme, WeightScheme
+from qtool.core.schemes import ActivationScheme, LinearScheme, WeightScheme
 from qtool.errors import UsageError, nearest
 
 _OFFERED = (32, 48, 64, 80, 96, 128, 160, 192, 256)
@@ -19,6 +19,11 @@ class Assignment:
     method: Method
     scheme: WeightScheme
     activation: ActivationScheme | None = None
+
+    @property
+    def computes_with(self) -> LinearScheme:
+        """What the linear computes with once it is quantized."""
+        return LinearScheme(self.scheme, self.activation)
 
 
 def assign(quantization: Quantization, linears: Mapping[str, int]) -> dict[str, Assignment]:

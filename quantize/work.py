@@ -95,7 +95,7 @@ class WorkFolder:
         def read(name: str) -> Tensor:
             module = name.removesuffix(".weight")
             if module in assigned:
-                return decode(module, assigned[module].scheme, part.get_tensor).dequantize()
+                return decode(module, assigned[module].computes_with, part.get_tensor).dense()
             tensor: Tensor = part.get_tensor(name)
             return tensor
 

@@ -5,15 +5,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qtool.core.fp4 import FP4_MAX, fp4_codes, fp4_values
 from qtool.core.schemes import ActivationScheme
 
 FP8_MAX = 448.0
 """The largest number of float8_e4m3fn."""
 
+_LEAST_BLOCK = 0.125
+"""What a block's scale becomes that float8_e4m3fn rounds to zero."""
+
 
 @dataclass(frozen=True)
 class Activation:
-    """How one linear rounds its inputs. `scale` and `zero_point` are of static schemes alone.
+    """How one linear rounds its inputs. `scale` is of static schemes, and of nvfp4: its global scale.
 
     Numbers, not tensors, so that linears over one input can be told to round it alike.
     """
@@ -34,6 +38,8 @@ class Activation:
         return self._round(x)
 
     def _round(self, x: Tensor) -> Tensor:
+        if self.scheme.kind == "nvfp4":
+            return self._round_nvfp4(x)
         scale, zero_point = self._range(x)
         codes = x / scale + zero_point
         if self.scheme.kind == "fp8":
@@ -41,6 +47,14 @@ class Activation:
         else:
             codes = codes.clamp(-128, 127).round()
         return (codes - zero_point) * scale
+
+    def _round_nvfp4(self, x: Tensor) -> Tensor:
+        assert self.scale is not None
+        factor = 1 / torch.tensor(self.scale)  # divided by what the file stores, as compressed-tensors does
+        largest = x.float().abs().amax(-1, keepdim=True)
+        block = (factor * (largest / FP4_MAX)).clamp(max=FP8_MAX).to(torch.float8_e4m3fn).float()
+        scale = torch.where(block == 0, _LEAST_BLOCK, block) / factor
+        return (fp4_values(fp4_codes(x.float() / scale)) * scale).to(x.dtype)
 
     def _range(self, x: Tensor) -> tuple[Tensor | float, Tensor | int]:
         if self.scale is not None:

@@ -12,12 +12,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, bfloat16, float16, float32
 
 from qtool.core.formats import QuantizationFormat, open_format
-from qtool.core.qtensor import Linear
-from qtool.core.schemes import LinearScheme
+from qtool.core.qtensor import KvScales, Linear
+from qtool.core.schemes import KvCacheScheme, LinearScheme
 from qtool.errors import QtoolError, UsageError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_SCALES = (".weight_scale", ".scales", ".weight_scale_inv")
+"""Ends of the names of what every quantized linear has, in one format or another."""
 _DENSE = (float16, bfloat16, float32)
 COMPANIONS = (
     "generation_config.json",
@@ -168,8 +170,21 @@ class Checkpoint:
         """What each quantized linear computes with, by its name, known without reading them."""
         if self.format is None:
             return {}
-        stored = [name.rpartition(".")[0] for name in self if name.endswith((".weight_scale", ".scales"))]
+        stored = [name.rpartition(".")[0] for name in self if name.endswith(_SCALES)]
         return {module: self.format.scheme(module) for module in stored if self.format.quantizes(module)}
+
+    @property
+    def kv_cache(self) -> KvCacheScheme | None:
+        """How keys and values are to be stored between steps; None: as they come."""
+        layout = None if self.format is None else self.format.kv_cache
+        return None if layout is None else layout.scheme
+
+    def kv_scales(self, attention: str) -> KvScales:
+        """The scales of an attention, such as ``model.layers.0.self_attn``, where there is a `kv_cache`."""
+        layout = None if self.format is None else self.format.kv_cache
+        if layout is None:
+            raise QtoolError(f"{self.path}: config.json does not say that the KV cache is quantized")
+        return layout.read(self, attention)
 
     def _handle(self, name: str) -> Any:
         if name not in self._shard_of:

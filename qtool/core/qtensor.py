@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from qtool.core.activation import Activation
+from qtool.core.fp4 import fp4_values
 from qtool.core.schemes import Fp4Scheme, Fp8Scheme, IntScheme
-
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the e2m1 codes 0 to 7 stand for; 8 to 15 are the same numbers, negative."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class Fp8Tensor:
 
 @dataclass(frozen=True)
 class Fp4Tensor:
-    """A weight [N, K] as e2m1 floats: ``global_scale * scale * FP4_VALUES[code]``.
+    """A weight [N, K] as e2m1 floats: ``global_scale * scale * fp4_values(codes)``.
 
     codes [N, K] uint8: the four bits of each, sign first, so 0 to 15 and not packed. scale [N, K / block] in
     the scheme's own dtype: float8_e4m3fn (nvfp4) or float8_e8m0fnu (mxfp4). global_scale is nvfp4's factor,
@@ -113,8 +111,7 @@ class Fp4Tensor:
 
     def values(self) -> Tensor:
         """What the codes stand for before any scale: float32 [N, K]."""
-        table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
-        return table[self.codes.long()]
+        return fp4_values(self.codes)
 
     def scales(self) -> Tensor:
         """float32 scales [N, K / block], the global one multiplied in."""
@@ -155,3 +152,11 @@ class Linear:
         """The weight [N, K] as numbers, its columns in the order of the inputs."""
         weight = self.weight.to(dtype) if isinstance(self.weight, Tensor) else self.weight.dequantize(dtype)
         return weight if self.order is None else weight[:, self.order.argsort()]
+
+
+@dataclass(frozen=True)
+class KvScales:
+    """The calibrated scales of one attention's keys and values, float32, each [1] or [KV heads]."""
+
+    key: Tensor
+    value: Tensor

@@ -86,20 +86,26 @@ class ActivationScheme:
     """How a linear's inputs are rounded before its product.
 
     Dynamic: with the range of each token as it comes, or of each `group_size` of its inputs. Static: with
-    one range that the checkpoint gives. fp8 is always symmetric.
+    one range that the checkpoint gives. fp8 is always symmetric. nvfp4 rounds like the weights of that name:
+    each 16 inputs by their range as it comes, in steps of the checkpoint's one global scale.
     """
 
-    kind: Literal["int8", "fp8"]
+    kind: Literal["int8", "fp8", "nvfp4"]
     dynamic: bool
     symmetric: bool = True
     group_size: int | None = None
 
     def __str__(self) -> str:
+        if self.kind == "nvfp4":
+            return "nvfp4 activations"
         group = f" group {self.group_size}" if self.group_size else ""
         return f"{self.kind} {f'per token{group}' if self.dynamic else 'static'} activations" + (
             "" if self.symmetric else ", asymmetric"
         )
 
+
+NVFP4_ACTIVATIONS = ActivationScheme("nvfp4", dynamic=True, group_size=16)
+"""The only ones of their kind."""
 
 WeightScheme: TypeAlias = IntScheme | Fp8Scheme | Fp4Scheme
 

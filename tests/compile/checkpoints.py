@@ -23,7 +23,7 @@ from transformers import (
 
 from qtool.core.formats import compressed_tensors
 from qtool.core.qtensor import QuantizedTensor
-from qtool.core.schemes import IntScheme
+from qtool.core.schemes import IntScheme, LinearScheme
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 101,
@@ -153,7 +153,7 @@ def write_quantized(
         if scheme is None:
             dense.append(module)
             continue
-        chosen[module] = scheme
+        chosen[module] = LinearScheme(scheme)
         tensors |= compressed_tensors.encode(module, round_to(tensors.pop(name), scheme, scale_dtype))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     edit_config(folder, quantization_config=compressed_tensors.config(chosen, [*dense, "lm_head"]))

@@ -157,7 +157,7 @@ def test_formats_that_are_not_known_are_refused(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not supported"),
+        ({"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "kv_cache_scheme .* is not supported"),
         ({"transform_config": {"config_groups": {"a": {}}}}, "transform_config is not supported"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not supported"),
         (
@@ -169,8 +169,9 @@ def test_formats_that_are_not_known_are_refused(
             {"input_activations": {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": True}},
             "a dynamic scale for all tokens would depend on what else runs",
         ),
-        ({"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' is not supported"),
-        ({"format": "pack-quantized"}, "holds integers, not fp8, channel"),
+        ({"format": "marlin-24"}, "format 'marlin-24' is not supported"),
+        ({"format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized' does not hold fp8, channel"),
+        ({"format": "pack-quantized"}, "does not hold fp8, channel"),
     ],
 )
 def test_schemes_that_are_not_known_are_refused(

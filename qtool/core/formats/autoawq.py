@@ -26,6 +26,8 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 class AutoAwq:
     """Reads AutoAWQ's GEMM checkpoints."""
 
+    kv_cache = None
+
     def __init__(self, checkpoint: "Checkpoint") -> None:
         self._checkpoint = checkpoint
         config = checkpoint.config["quantization_config"]

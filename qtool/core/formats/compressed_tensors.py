@@ -1,40 +1,43 @@
-"""compressed-tensors' formats: integer codes packed into int32 words, or int8 and float8 codes as they are.
+"""compressed-tensors' formats: integer codes packed into words, fp4 codes two a byte, others as they are.
 
 Packed, a linear ``m`` becomes ``m.weight_packed`` [N, ceil(K*bits/32)] int32, ``m.weight_scale`` [N, G],
-``m.weight_shape`` [2] and, when asymmetric, ``m.weight_zero_point`` packed along N. Otherwise it is
-``m.weight`` [N, K] with ``m.weight_scale`` and, when asymmetric, ``m.weight_zero_point`` [N, G]. Static
-activations add ``m.input_scale`` and ``m.input_zero_point``.
+``m.weight_shape`` [2] and, when asymmetric, ``m.weight_zero_point`` packed along N. fp4 codes are
+``m.weight_packed`` [N, K/2] uint8 with ``m.weight_scale`` [N, G] and, for nvfp4, ``m.weight_global_scale``
+[1], by which scales are divided. Otherwise it is ``m.weight`` [N, K] with ``m.weight_scale`` and, when asymmetric,
+``m.weight_zero_point`` [N, G]. Static activations add ``m.input_scale`` and ``m.input_zero_point``, those of
+nvfp4 ``m.input_global_scale``; a quantized KV cache ``k_scale`` and ``v_scale`` of each attention.
 """
 
-import re
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from torch import Tensor
 
 from qtool.core.activation import Activation
-from qtool.core.formats.config_groups import PACKED, Group, read_groups
-from qtool.core.formats.input_order import read_order
+from qtool.core.formats.config_groups import Group, read_groups
+from qtool.core.formats.config_writing import write_groups
+from qtool.core.formats.kv_cache import KvLayout
+from qtool.core.formats.layouts import layout_of, load, store
 from qtool.core.formats.parts import Parts
-from qtool.core.qtensor import Fp8Tensor, Linear, QuantizedTensor
-from qtool.core.schemes import ActivationScheme, Fp8Scheme, IntScheme, LinearScheme
-from qtool.errors import QtoolError
+from qtool.core.qtensor import KvScales, Linear, Quantized
+from qtool.core.schemes import IntScheme, KvCacheScheme, LinearScheme
+from qtool.errors import QtoolError, UsageError
 
 if TYPE_CHECKING:
     from qtool.core.checkpoint import Checkpoint
 
 
 class CompressedTensors:
-    """Reads ``pack-quantized``, ``int-quantized``, ``float-quantized`` and ``naive-quantized`` linears."""
+    """Reads checkpoints that compressed-tensors, llm-compressor and qtool write."""
 
     def __init__(self, checkpoint: "Checkpoint") -> None:
         self._checkpoint = checkpoint
         self._where = str(checkpoint.path / "config.json")
         self._groups = read_groups(checkpoint.config["quantization_config"], self._where)
+        scheme = self._groups.kv_cache
+        self.kv_cache = None if scheme is None else KvLayout(scheme)
 
     def quantizes(self, module: str) -> bool:
         """Whether a config group targets `module`."""
@@ -46,15 +49,8 @@ class CompressedTensors:
 
     def read(self, module: str) -> Linear:
         """Read one linear; QtoolError names the tensor that is missing or damaged."""
-        parts, group = Parts(self._checkpoint, module), self._group(module)
-        scheme, inputs = group.scheme.weight, group.scheme.activation
-        activation = None if inputs is None else _activation(parts, inputs)
-        if isinstance(scheme, Fp8Scheme):
-            return Linear(_fp8(parts, scheme), None, activation=activation)
-        if group.layout != PACKED:
-            return Linear(_int8(parts, scheme), None, activation=activation)
-        weight, order = self._packed(parts, scheme, group.reordered)
-        return Linear(weight, None, order, activation)
+        group = self._group(module)
+        return load(Parts(self._checkpoint, module), group.scheme, group.layout, group.reordered)
 
     def _group(self, module: str) -> Group:
         group = self._groups.find(module)
@@ -62,135 +58,89 @@ class CompressedTensors:
             raise QtoolError(f"{self._where}: no config group targets {module}")
         return group
 
-    def _packed(
-        self, parts: Parts, scheme: IntScheme, reordered: bool
-    ) -> tuple[QuantizedTensor, Tensor | None]:
-        try:
-            weight = decode(parts.module, scheme, self._checkpoint.tensor)
-        except ValueError as error:
-            raise QtoolError(f"{self._checkpoint.path}: {error}") from error
-        if not reordered or scheme.group_size is None:
-            return weight, None
-        order = read_order(parts, "weight_g_idx", weight.shape[1], scheme.group_size)
-        if order is None:
-            return weight, None
-        return replace(weight, codes=weight.codes[:, order].contiguous()), order
+
+class CompressedTensorsWriter:
+    """Writes every scheme, each linear in the layout that compressed-tensors would choose."""
+
+    def __init__(
+        self,
+        schemes: Mapping[str, LinearScheme],
+        shapes: Mapping[str, tuple[int, int]],
+        dense: Sequence[str],
+        kv_cache: KvCacheScheme | None,
+    ) -> None:
+        self._schemes, self._dense, self._kv_cache = schemes, dense, kv_cache
+
+    def encode(self, module: str, linear: Linear) -> dict[str, Tensor]:
+        """Raises UsageError for inputs in an order of their own, which compressed-tensors 0.20 dropped."""
+        if linear.order is not None:
+            raise UsageError(
+                f"{module}: has groups of inputs from anywhere (g_idx), which compressed-tensors does not load "
+                "any more; write it as gptq"
+            )
+        assert not isinstance(linear.weight, Tensor)
+        return encode(module, linear.weight, linear.activation)
+
+    def encode_kv(self, attention: str, scales: KvScales) -> dict[str, Tensor]:
+        """Beside the attention's own parts."""
+        assert self._kv_cache is not None
+        return KvLayout(self._kv_cache).store(attention, scales)
+
+    def config(self) -> dict[str, Any]:
+        """A config group for each scheme."""
+        return config(self._schemes, self._dense, self._kv_cache)
+
+    def files(self) -> dict[str, dict[str, Any]]:
+        """None."""
+        return {}
 
 
-def _int8(parts: Parts, scheme: IntScheme) -> QuantizedTensor:
-    out_features, in_features = parts.shape("weight")
-    if scheme.group_size is not None and in_features % scheme.group_size:
-        raise parts.error("weight", f"has {in_features} inputs, which its scheme, {scheme}, does not divide")
-    codes = parts.read("weight", torch.int8, (out_features, in_features))
-    if int(codes.min()) < scheme.low or int(codes.max()) > scheme.high:
-        raise parts.error("weight", f"has codes outside of {scheme.low} to {scheme.high}")
-    shape = (out_features, scheme.num_groups(in_features))
-    scale = parts.scale("weight_scale", shape, *_ONE).expand(shape).contiguous()
-    if scheme.symmetric:
-        return QuantizedTensor(codes, scale, None, scheme)
-    zero_point = parts.read("weight_zero_point", torch.int8, shape, *_ONE)
-    return QuantizedTensor(codes, scale, zero_point.expand(shape).contiguous(), scheme)
+@dataclass(frozen=True)
+class _Tensors:
+    """What `encode` made, got by full name."""
+
+    get: Callable[[str], Tensor]
+    path = Path()
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.get(name).shape)
+
+    def tensor(self, name: str) -> Tensor:
+        return self.get(name)
 
 
-def _fp8(parts: Parts, scheme: Fp8Scheme) -> Fp8Tensor:
-    shape = parts.shape("weight")
-    codes = parts.read("weight", torch.float8_e4m3fn, shape)
-    if not bool(codes.float().isfinite().all()):
-        raise parts.error("weight", "has codes that are no numbers; the checkpoint is damaged")
-    grid = scheme.grid(*shape)
-    return Fp8Tensor(
-        codes, parts.scale("weight_scale", grid, *(_ONE if grid == (1, 1) else ())).expand(grid), scheme
-    )
-
-
-def _activation(parts: Parts, scheme: ActivationScheme) -> Activation:
-    if scheme.dynamic:
-        return Activation(scheme)
-    scale = parts.scale("input_scale", *_ONE).item()
-    if scheme.symmetric:
-        return Activation(scheme, scale)
-    return Activation(scheme, scale, int(parts.read("input_zero_point", torch.int8, *_ONE).item()))
-
-
-_ONE = ((1,), ())
-"""The shapes of a single number."""
-
-
-def decode(module: str, scheme: IntScheme, tensor: Callable[[str], Tensor]) -> QuantizedTensor:
+def decode(module: str, scheme: LinearScheme, tensor: Callable[[str], Tensor]) -> Linear:
     """The linear `module` from its stored tensors, got by full name; the inverse of `encode`.
 
-    Raises ValueError for tensors of the wrong shape and scales that are zero or not finite.
+    Raises QtoolError for tensors of the wrong shape or dtype, and for scales that are zero or not finite.
     """
-    bits, shape = scheme.num_bits, torch.Size(int(size) for size in tensor(f"{module}.weight_shape"))
-    groups = scheme.num_groups(shape[1])
-    if groups * (scheme.group_size or shape[1]) != shape[1]:
-        raise ValueError(f"{module}.weight_shape gives {shape[1]} inputs, which {scheme} does not divide")
-
-    def stored(part: str, *wanted: int) -> Tensor:
-        found = tensor(f"{module}.{part}")
-        if tuple(found.shape) != wanted:
-            raise ValueError(f"{module}.{part} has shape {tuple(found.shape)}, wanted {wanted} for {scheme}")
-        return found
-
-    scale = stored("weight_scale", shape[0], groups)
-    if not bool((scale.isfinite() & (scale != 0)).all()):
-        raise ValueError(f"{module}.weight_scale has zero or non-finite values")
-    packed = stored("weight_packed", shape[0], -(-shape[1] * bits // 32))
-    codes = unpack_from_int32(packed, bits, shape).contiguous()
-    if scheme.symmetric:
-        return QuantizedTensor(codes, scale, None, scheme)
-    packed = stored("weight_zero_point", -(-shape[0] * bits // 32), groups)
-    zero_point = unpack_from_int32(packed, bits, scale.shape, packed_dim=0)
-    return QuantizedTensor(codes, scale, zero_point, scheme)
+    return load(Parts(_Tensors(tensor), module), scheme, layout_of(scheme))
 
 
-def encode(module: str, weight: QuantizedTensor) -> dict[str, Tensor]:
-    """The tensors that store `weight` as the linear `module`."""
-    bits = weight.scheme.num_bits
-    tensors = {
-        f"{module}.weight_packed": pack_to_int32(weight.codes, bits),
-        f"{module}.weight_scale": weight.scale,
-        f"{module}.weight_shape": torch.tensor(weight.shape),
-    }
-    if weight.zero_point is not None:
-        tensors[f"{module}.weight_zero_point"] = pack_to_int32(weight.zero_point, bits, packed_dim=0)
-    return tensors
+def encode(module: str, weight: Quantized, activation: Activation | None = None) -> dict[str, Tensor]:
+    """The tensors that store `weight` as the linear `module`, whose inputs are rounded by `activation`."""
+    scheme = LinearScheme(weight.scheme, None if activation is None else activation.scheme)
+    tensors = store(Linear(weight, None, activation=activation), layout_of(scheme))
+    return {f"{module}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def config(schemes: Mapping[str, IntScheme], dense: list[str]) -> dict[str, Any]:
+def config(
+    schemes: Mapping[str, LinearScheme], dense: Sequence[str], kv_cache: KvCacheScheme | None = None
+) -> dict[str, Any]:
     """``quantization_config`` for a checkpoint.
 
     `schemes` gives each quantized linear its scheme; `dense` lists every linear that stays in full
     precision. ``dequantize`` makes transformers unpack weights while it loads them instead of before the
     first forward pass; other engines pass over it.
     """
-    groups: dict[IntScheme, list[str]] = defaultdict(list)
-    for module, scheme in schemes.items():
-        groups[scheme].append(module)
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            f"group_{index}": {
-                "targets": _patterns(modules, set(schemes) | set(dense)),
-                "weights": {
-                    "num_bits": scheme.num_bits,
-                    "type": "int",
-                    "symmetric": scheme.symmetric,
-                    "strategy": "channel" if scheme.group_size is None else "group",
-                    "group_size": scheme.group_size,
-                    "dynamic": False,
-                },
-                "input_activations": None,
-                "output_activations": None,
-            }
-            for index, (scheme, modules) in enumerate(groups.items())
-        },
-        "ignore": _patterns(dense, set(schemes) | set(dense)),
-        # compressed-tensors 0.20 makes transformers no room for packed zero points, unless it unpacks them
-        **({"dequantize": True} if [scheme.symmetric for scheme in groups] == [False] else {}),
-    }
+    written = write_groups(schemes, dense, kv_cache)
+    weights = {scheme.weight for scheme in schemes.values()}
+    # compressed-tensors 0.20 makes transformers no room for packed zero points, unless it unpacks them
+    asymmetric = [isinstance(one, IntScheme) and not one.symmetric for one in weights] == [True]
+    return written | ({"dequantize": True} if asymmetric else {})
 
 
 def transformers_loads(schemes: Collection[IntScheme]) -> bool:
@@ -200,22 +150,3 @@ def transformers_loads(schemes: Collection[IntScheme]) -> bool:
     unpacks, and then it takes the first group's scheme for every linear.
     """
     return len(set(schemes)) == 1 or all(scheme.symmetric for scheme in schemes)
-
-
-def _patterns(modules: list[str], every: set[str]) -> list[str]:
-    """Name `modules` briefly: one pattern for a linear of every layer, each name where layers differ."""
-    every_like: dict[str, set[str]] = defaultdict(set)
-    for module in every:
-        every_like[_any_layer(module)].add(module)
-    chosen: dict[str, list[str]] = defaultdict(list)
-    for module in modules:
-        chosen[_any_layer(module)].append(module)
-    patterns: list[str] = []
-    for like, members in chosen.items():
-        whole = len(members) > 1 and set(members) == every_like[like]
-        patterns += [f"re:{like}$"] if whole else members
-    return patterns
-
-
-def _any_layer(module: str) -> str:
-    return r"\d+".join(re.escape(part) for part in re.split(r"(?<=\.)\d+(?=\.)", module))

@@ -5,12 +5,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qtool.core.schemes import ActivationScheme, Fp8Scheme, IntScheme, LinearScheme, WeightScheme
+from qtool.core.formats.layouts import FP4, PACKED, PLAIN
+from qtool.core.schemes import (
+    NVFP4_ACTIVATIONS,
+    ActivationScheme,
+    Fp4Scheme,
+    Fp8Scheme,
+    IntScheme,
+    KvCacheScheme,
+    LinearScheme,
+    WeightScheme,
+)
 from qtool.errors import QtoolError
-
-PACKED = "pack-quantized"
-PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
-"""Names of one layout: codes in int8 or float8, each in an element of its own."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class ConfigGroups:
 
     groups: tuple[Group, ...]
     ignore: tuple[str, ...]
+    kv_cache: KvCacheScheme | None
 
     def find(self, module: str) -> Group | None:
         """The group of a linear; targets that name it go before patterns, and these before ``Linear``."""
@@ -58,9 +65,8 @@ def read_groups(config: Mapping[str, Any], where: str) -> ConfigGroups:
 
     Raises QtoolError for anything that changes the numbers and is not supported.
     """
-    for field in ("kv_cache_scheme", "transform_config"):
-        if config.get(field):
-            raise QtoolError(f"{where}: quantization_config.{field} is not supported; wanted none")
+    if config.get("transform_config"):
+        raise QtoolError(f"{where}: quantization_config.transform_config is not supported; wanted none")
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise QtoolError(
             f"{where}: quantization_config.sparsity_config is not supported; wanted dense weights"
@@ -68,24 +74,30 @@ def read_groups(config: Mapping[str, Any], where: str) -> ConfigGroups:
     return ConfigGroups(
         tuple(
             _group(group, config.get("format"), f"{where}: quantization_config.config_groups.{name}")
-            for name, group in config.get("config_groups", {}).items()
+            for name, group in (config.get("config_groups") or {}).items()
         ),
         tuple(config.get("ignore") or ()),
+        _kv_cache(config.get("kv_cache_scheme"), f"{where}: quantization_config.kv_cache_scheme"),
     )
 
 
 def _group(group: Mapping[str, Any], layout: str | None, where: str) -> Group:
     layout = group.get("format") or layout
-    if layout not in (PACKED, *PLAIN):
-        raise QtoolError(
-            f"{where}: format {layout!r} is not supported; wanted one of {', '.join((PACKED, *PLAIN))}"
-        )
+    known = (PACKED, *PLAIN, *FP4.values())
+    if layout not in known:
+        raise QtoolError(f"{where}: format {layout!r} is not supported; wanted one of {', '.join(known)}")
     if group.get("output_activations"):
         raise QtoolError(f"{where}: quantized output_activations are not supported")
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     scheme = LinearScheme(_weights(weights, where), _activations(inputs, where) if inputs else None)
-    if layout == PACKED and not isinstance(scheme.weight, IntScheme):
-        raise QtoolError(f"{where}: format {layout!r} holds integers, not {scheme.weight}")
+    weight = scheme.weight
+    held = (
+        layout == FP4[weight.kind]
+        if isinstance(weight, Fp4Scheme)
+        else layout in PLAIN or (layout == PACKED and isinstance(weight, IntScheme))
+    )
+    if not held:
+        raise QtoolError(f"{where}: format {layout!r} does not hold {weight}")
     return Group(
         tuple(group.get("targets") or ()), scheme, layout, weights.get("actorder") in ("group", "dynamic")
     )
@@ -106,9 +118,13 @@ def _weights(args: Mapping[str, Any], where: str) -> WeightScheme:
         blocks = {"tensor": (None, None), "channel": (1, None), "group": (1, size), "block": (rows, columns)}
         if strategy in blocks:
             return Fp8Scheme(*blocks[strategy])
+    if kind == "float" and bits == 4 and symmetric:
+        fp4 = Fp4Scheme("nvfp4" if strategy == "tensor_group" else "mxfp4")
+        if strategy in ("tensor_group", "group") and size == fp4.group_size:
+            return fp4
     raise QtoolError(
         f"{where}: weights {_said(args)} are not supported; wanted integers of 2 to 8 bits in groups, "
-        "channels or one tensor, or symmetric fp8, with blocks as well"
+        "channels or one tensor, or symmetric fp8, with blocks as well, nvfp4 or mxfp4"
     )
 
 
@@ -119,9 +135,26 @@ def _activations(args: Mapping[str, Any], where: str) -> ActivationScheme:
     if args.get("num_bits") == 8 and runs and (kind == "int" or (kind == "float" and symmetric)):
         size = args.get("group_size") if strategy == "group" else None
         return ActivationScheme("int8" if kind == "int" else "fp8", bool(dynamic), symmetric, size)
+    local = dynamic == "local" and strategy == "tensor_group" and args.get("group_size") == 16
+    if args.get("num_bits") == 4 and kind == "float" and symmetric and local:
+        return NVFP4_ACTIVATIONS
     raise QtoolError(
         f"{where}: input_activations {_said(args)} are not supported; wanted int8 or symmetric fp8, static "
-        "with one scale or dynamic per token (a dynamic scale for all tokens would depend on what else runs)"
+        "with one scale or dynamic per token (a dynamic scale for all tokens would depend on what else runs),"
+        " or nvfp4"
+    )
+
+
+def _kv_cache(args: Mapping[str, Any] | None, where: str) -> KvCacheScheme | None:
+    if not args:
+        return None
+    kind, strategy = args.get("type"), args.get("strategy") or "tensor"
+    plain = args.get("num_bits") == 8 and args.get("symmetric", True) and not args.get("dynamic")
+    if plain and kind in ("int", "float") and strategy in ("tensor", "attn_head"):
+        return KvCacheScheme("int8" if kind == "int" else "fp8", strategy == "attn_head")
+    raise QtoolError(
+        f"{where} {_said(args)} is not supported; wanted symmetric int8 or fp8 with calibrated scales, one a "
+        "layer (tensor) or one a KV head (attn_head)"
     )
 
 

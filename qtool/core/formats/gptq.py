@@ -29,6 +29,8 @@ _ADDED = {"gptq": 1, "gptq_v2": 0}
 class GptqFormat:
     """Reads GPTQ checkpoints, with and without activation order."""
 
+    kv_cache = None
+
     def __init__(self, checkpoint: "Checkpoint") -> None:
         self._checkpoint = checkpoint
         config = checkpoint.config["quantization_config"]

@@ -1,22 +1,37 @@
 """The stored tensors of one quantized linear, each checked as it is read."""
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
 
-if TYPE_CHECKING:
-    from qtool.core.checkpoint import Checkpoint
+
+class Stored(Protocol):
+    """Tensors found by name, such as those of a `Checkpoint`."""
+
+    path: Path
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """Read a tensor, in its stored dtype."""
+        ...
 
 
 @dataclass(frozen=True)
 class Parts:
     """Tensors ``module.NAME`` of a checkpoint. Every error is a QtoolError that names the tensor."""
 
-    checkpoint: "Checkpoint"
+    checkpoint: Stored
     module: str
 
     def __contains__(self, name: str) -> bool:
@@ -29,6 +44,11 @@ class Parts:
         if len(shape) != 2:
             raise self.error(name, f"has shape {shape}, wanted a matrix")
         return shape[0], shape[1]
+
+    def size(self, name: str) -> int:
+        """The number of elements of a stored tensor, without reading it."""
+        self._check_stored(name)
+        return math.prod(self.checkpoint.shape(f"{self.module}.{name}"))
 
     def read(self, name: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Tensor:
         """A tensor of that dtype and one of the shapes."""
