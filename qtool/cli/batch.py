@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from qtool.cli.options import Threads
+from qtool.cli.options import Device, Threads
 
 
 def batch(
@@ -20,6 +20,7 @@ def batch(
         int | None, typer.Option(min=1, help="Tokens that the KV cache holds, all sequences together.")
     ] = None,
     threads: Threads = None,
+    device: Device = None,
 ) -> None:
     """Answer every request of a batch file. Interrupted, it goes on where it was when started again."""
     import asyncio
@@ -47,7 +48,7 @@ def batch(
     console = Console(stderr=True)
     with console.status(f"loading {engine}"):
         tokenizer = Tokenizer.load(engine)
-        opened = open_engine(engine, kv_cache_tokens=kv_cache_tokens, threads=threads)
+        opened = open_engine(engine, kv_cache_tokens=kv_cache_tokens, threads=threads, device=device)
         budget = max(SchedulerConfig.max_num_batched_tokens, max_num_seqs)
         client = Client(opened, tokenizer, SchedulerConfig(max_num_seqs, budget, max_queue=2**31))
     service = make_service(client, served_model_name or engine.resolve().name, ServerSettings())

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from qtool.cli.options import Threads
+from qtool.cli.options import Device, Threads
 
 
 def run(
@@ -21,6 +21,7 @@ def run(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
     threads: Threads = None,
+    device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer and its usage as JSON.")] = False,
 ) -> None:
     """Answer one chat message, streamed to stdout."""
@@ -53,7 +54,7 @@ def run(
     # Before the pool for so many tokens is asked for.
     refuse_longer(len(ids), max_tokens, max_context(engine), "the model's context is")
     with Console(stderr=True).status(f"loading {engine}"):
-        opened = open_engine(engine, kv_cache_tokens=len(ids) + max_tokens, threads=threads)
+        opened = open_engine(engine, kv_cache_tokens=len(ids) + max_tokens, threads=threads, device=device)
 
     def show(text: str) -> None:
         typer.echo(text, nl=False)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qtool.cli.options import Threads
+from qtool.cli.options import Device, Threads
 
 
 class SloPolicy(StrEnum):
@@ -56,6 +56,7 @@ def serve(
         int | None, typer.Option(min=1, help="Tokens that the KV cache holds, all sequences together.")
     ] = None,
     threads: Threads = None,
+    device: Device = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="File of API keys, one a line; clients must send one of them.")
     ] = None,
@@ -104,7 +105,7 @@ def serve(
     def load() -> Client:
         with Console(stderr=True).status(f"loading {engine}"):
             tokenizer = Tokenizer.load(engine)
-            opened = open_engine(engine, kv_cache_tokens=kv_cache_tokens, threads=threads)
+            opened = open_engine(engine, kv_cache_tokens=kv_cache_tokens, threads=threads, device=device)
             return Client(opened, tokenizer, config)
 
     settings = ServerSettings(

@@ -16,11 +16,18 @@ DRIVERS = {
 }
 
 
-def open_engine(path: Path, *, kv_cache_tokens: int | None = None, threads: int | None = None) -> Engine:
+def open_engine(
+    path: Path,
+    *,
+    kv_cache_tokens: int | None = None,
+    threads: int | None = None,
+    device: str | None = None,
+) -> Engine:
     """Open an engine folder, or a checkpoint folder with the reference engine.
 
     `kv_cache_tokens` sizes the KV pool; see `pool.num_blocks` for the default. `threads` None leaves the
-    number to the engine. Raises UsageError when the folder is neither.
+    number to the engine. `device` is for the reference engine alone: cpu, or cuda for the torch engine on a
+    GPU. Raises UsageError when the folder is neither, and for a device that the engine can't have.
     """
     if (path / ENGINE).is_file():
         target = read_spec(path).target
@@ -30,7 +37,13 @@ def open_engine(path: Path, *, kv_cache_tokens: int | None = None, threads: int 
         target = "reference"
     else:
         raise UsageError(f"{path}: holds neither {ENGINE} nor config.json; wanted an engine or a checkpoint")
-    engine: Engine = load(DRIVERS[target], extra=target)(path, kv_cache_tokens, threads)
+    if device is not None and target != "reference":
+        raise UsageError(
+            f"{path}: an engine for {target} runs where that runs; leave --device out, which is for "
+            "checkpoints and engines of target reference"
+        )
+    chosen = {} if device is None else {"device": device}
+    engine: Engine = load(DRIVERS[target], extra=target)(path, kv_cache_tokens, threads, **chosen)
     return engine
 
 

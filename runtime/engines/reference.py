@@ -12,7 +12,8 @@ from qtool.compile.engine import ENGINE, read_spec
 from qtool.compile.hidden import FINAL, HiddenStates, eagle3_layers
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
-from qtool.runtime.engines.contract import Floats, Ints, Step, StepResult, wanted_hidden_rows
+from qtool.core.lazy import load
+from qtool.runtime.engines.contract import Engine, Floats, Ints, Step, StepResult, wanted_hidden_rows
 from qtool.runtime.engines.pool import num_blocks
 
 BLOCK_SIZE = 32
@@ -81,17 +82,27 @@ class ReferenceEngine:
         return torch.as_tensor(values, dtype=torch.int64, device=self._device)
 
 
-def open_reference(path: Path, kv_cache_tokens: int | None, threads: int | None) -> ReferenceEngine:
-    """Open a checkpoint folder, or an engine folder of target ``reference``."""
+def open_reference(
+    path: Path, kv_cache_tokens: int | None, threads: int | None, device: str = "cpu"
+) -> Engine:
+    """Open a checkpoint folder, or an engine folder of target ``reference``.
+
+    On the CPU it runs eagerly in float32, on ``cuda`` as `fused.open_fused` says.
+    """
     if threads is not None:
         torch.set_num_threads(threads)
     checkpoint = Checkpoint(path)
     config = read_config(checkpoint.config, str(path / "config.json"))
     spec = read_spec(path) if (path / ENGINE).is_file() else None
-    kv_dtype = KV_DTYPES["f32" if spec is None else spec.kv_cache]
     hidden = HiddenStates(size=config.hidden_size, layers=(*eagle3_layers(config.num_layers), FINAL))
     if spec is not None:  # a checkpoint gives them all: they cost nothing where none are wanted
         hidden = spec.hidden_states
+    if device != "cpu":
+        opened: Engine = load("qtool.runtime.engines.fused:open_fused", extra="kernels")(
+            checkpoint, config, spec, kv_cache_tokens=kv_cache_tokens, hidden_states=hidden, device=device
+        )
+        return opened
+    kv_dtype = KV_DTYPES["f32" if spec is None else spec.kv_cache]
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_dtype.itemsize
     return ReferenceEngine(
         config,

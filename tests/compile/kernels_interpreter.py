@@ -31,6 +31,10 @@ def dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
     return narrow_dot(self, left, right, *rest)
 
 
+def widen_bfloat16() -> None:
+    InterpreterBuilder.create_dot = dot
+
+
 @triton.jit
 def widen_kernel(codes, output, count: tl.constexpr):
     places = tl.arange(0, count)
@@ -44,7 +48,7 @@ def widen(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def serve() -> None:
-    InterpreterBuilder.create_dot = dot
+    widen_bfloat16()
     replies, sys.stdout = sys.stdout.buffer, sys.stderr
     functions = {"paged_attention": paged_attention, "widen": widen}
     while True:
