@@ -64,15 +64,16 @@ def fit_grid(weight: Tensor, scheme: IntScheme, dtype: torch.dtype, ratio: Tenso
     steps = scheme.high - scheme.low
     if scheme.symmetric:
         span = 2 * values.abs().amax(-1) * ratio
-        return Grid(_stored(span / steps, dtype), None, scheme)
+        return Grid(stored_scale(span / steps, dtype), None, scheme)
     low = values.amin(-1).clamp(max=0) * ratio
     high = values.amax(-1).clamp(min=0) * ratio
-    scale = _stored((high - low) / steps, dtype)
+    scale = stored_scale((high - low) / steps, dtype)
     zero_point = (scheme.low - low / scale.float()).round().clamp(scheme.low, scheme.high)
     return Grid(scale, zero_point.to(torch.int8), scheme)
 
 
-def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales as `dtype` holds them: 1 where they are zero, else between its least and largest numbers."""
     limits = torch.finfo(dtype)
     least = limits.smallest_normal * limits.eps
     return torch.where(scale == 0, 1.0, scale.clamp(least, limits.max)).to(dtype)

@@ -3,9 +3,10 @@
 Packed, a linear ``m`` becomes ``m.weight_packed`` [N, ceil(K*bits/32)] int32, ``m.weight_scale`` [N, G],
 ``m.weight_shape`` [2] and, when asymmetric, ``m.weight_zero_point`` packed along N. fp4 codes are
 ``m.weight_packed`` [N, K/2] uint8 with ``m.weight_scale`` [N, G] and, for nvfp4, ``m.weight_global_scale``
-[1], by which scales are divided. Otherwise it is ``m.weight`` [N, K] with ``m.weight_scale`` and, when asymmetric,
-``m.weight_zero_point`` [N, G]. Static activations add ``m.input_scale`` and ``m.input_zero_point``, those of
-nvfp4 ``m.input_global_scale``; a quantized KV cache ``k_scale`` and ``v_scale`` of each attention.
+[1], by which scales are divided. Otherwise it is ``m.weight`` [N, K] with ``m.weight_scale`` and, when
+asymmetric, ``m.weight_zero_point`` [N, G]. Static activations add ``m.input_scale`` and
+``m.input_zero_point``, those of nvfp4 ``m.input_global_scale``; a quantized KV cache ``k_scale`` and ``v_scale``
+of each attention.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -75,8 +76,8 @@ class CompressedTensorsWriter:
         """Raises UsageError for inputs in an order of their own, which compressed-tensors 0.20 dropped."""
         if linear.order is not None:
             raise UsageError(
-                f"{module}: has groups of inputs from anywhere (g_idx), which compressed-tensors does not load "
-                "any more; write it as gptq"
+                f"{module}: has groups of inputs from anywhere (g_idx), which compressed-tensors does not "
+                "load any more; write it as gptq"
             )
         assert not isinstance(linear.weight, Tensor)
         return encode(module, linear.weight, linear.activation)
