@@ -2,41 +2,51 @@
 
 from dataclasses import dataclass
 
+from qtool.compile.codes import multiplies_codes
 from qtool.core.checkpoint import Checkpoint
-from qtool.core.schemes import IntScheme, LinearScheme
+from qtool.core.schemes import Fp4Scheme, IntScheme, LinearScheme, WeightScheme
 from qtool.errors import UsageError
+
+WEIGHTS = (*(f"int{bits}" for bits in range(2, 9)), "fp8", "nvfp4", "mxfp4")
+"""Number formats of weights, in groups, blocks or channels as each has them, with and without zero points."""
 
 
 @dataclass(frozen=True)
 class Abilities:
     """What a target can do with a quantized linear. Dense ones every target can."""
 
-    int_bits: tuple[int, ...]
-    """Of integer weights, in groups or channels, with and without zero points."""
-    fp8: bool
-    """Weights in float8_e4m3fn."""
-    activations: bool
-    """int8 and fp8 ones, static and dynamic."""
+    weights: tuple[str, ...] = WEIGHTS
+    only_codes: bool = False
+    """Rounded inputs only where codes are multiplied by codes, see `codes.codes_at_once`: the target is there
+    for its 8-bit kernels, and would otherwise compute in 16 bits without a word."""
 
-    def can(self, scheme: LinearScheme) -> bool:
-        """Whether the target executes `scheme`."""
-        weight = scheme.weight
-        known = weight.num_bits in self.int_bits if isinstance(weight, IntScheme) else self.fp8
-        return known and (self.activations or scheme.activation is None)
+    def refusal(self, scheme: LinearScheme) -> str | None:
+        """What the target takes instead of `scheme`; None: it executes that."""
+        if kind(scheme.weight) not in self.weights:
+            return f"it takes weights in {', '.join(self.weights)}"
+        if scheme.activation is None or not self.only_codes or multiplies_codes(scheme):
+            return None
+        return (
+            "it multiplies rounded inputs by weights of their own kind alone: int8 by 5 to 8 bits, fp8 by "
+            "fp8, in channels or in groups that those of the inputs divide, symmetric if in groups; take "
+            "such weights, or leave activations out"
+        )
 
-    def __str__(self) -> str:
-        weights = [f"int{bits}" for bits in self.int_bits] + ["fp8"] * self.fp8
-        activations = "with or without" if self.activations else "without"
-        return f"weights in {', '.join(weights)}, {activations} quantized activations"
+
+def kind(scheme: WeightScheme) -> str:
+    """The number format of a weight, as `WEIGHTS` calls it."""
+    if isinstance(scheme, IntScheme):
+        return f"int{scheme.num_bits}"
+    return scheme.kind if isinstance(scheme, Fp4Scheme) else "fp8"
 
 
 def check_schemes(checkpoint: Checkpoint, target: str, abilities: Abilities) -> None:
     """Raise UsageError naming the first linear, its scheme, and those that `target` executes."""
     for module, scheme in checkpoint.schemes().items():
-        if not abilities.can(scheme):
+        if refusal := abilities.refusal(scheme):
             raise UsageError(
                 f"{checkpoint.path}: {module} is quantized as {scheme}, which target {target} does not "
-                f"execute; it takes {abilities}"
+                f"execute; {refusal}"
             )
 
 

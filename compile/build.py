@@ -46,21 +46,21 @@ TARGETS: dict[str, Target] = {
     "openvino": Target(
         "qtool.compile.backends.openvino:write",
         weights="*.bin",
-        abilities=Abilities(int_bits=(4, 8), fp8=True, activations=True),
+        abilities=Abilities(),
         block_size=32,  # the CPU plugin's own
         kv_bytes={**_WHOLE_KV, "u8": _quantized_kv},
     ),
     "onnx": Target(
         "qtool.compile.backends.onnx:write",
         weights="*.data",
-        abilities=Abilities(int_bits=(4, 8), fp8=True, activations=True),
+        abilities=Abilities(),
         block_size=32,
         kv_bytes={"f32": _WHOLE_KV["f32"]},
     ),
     "reference": Target(
         "qtool.compile.backends.reference:write",
         weights="*.safetensors",
-        abilities=Abilities(int_bits=tuple(range(2, 9)), fp8=True, activations=True),
+        abilities=Abilities(),
         block_size=32,
         kv_bytes=_WHOLE_KV,
     ),
@@ -69,7 +69,7 @@ TARGETS: dict[str, Target] = {
         Target(
             "qtool.compile.backends.tensorrt.backend:write",
             weights="*.plan",
-            abilities=Abilities(int_bits=(4, 8), fp8=False, activations=False),
+            abilities=Abilities(only_codes=True),
             block_size=32,
             kv_bytes={"f16": _WHOLE_KV["f16"]},
             takes_options=True,

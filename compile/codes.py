@@ -76,3 +76,15 @@ def codes_at_once(scheme: LinearScheme, in_features: int) -> int | None:
     if group is None:
         return size
     return None if size % group else group
+
+
+def multiplies_codes(scheme: LinearScheme) -> bool:
+    """Whether `codes_at_once` is a number, for any weight that the scheme's groups and blocks divide."""
+    sizes = [size for size in _group_sizes(scheme) if size is not None]
+    return codes_at_once(scheme, 2 * math.lcm(*sizes)) is not None
+
+
+def _group_sizes(scheme: LinearScheme) -> tuple[int | None, ...]:
+    weight = scheme.weight
+    of_weight = weight.columns if isinstance(weight, Fp8Scheme) else weight.group_size
+    return of_weight, None if scheme.activation is None else scheme.activation.group_size

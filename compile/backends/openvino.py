@@ -20,7 +20,7 @@ from openvino.opset15 import scatter_nd_update
 from torch import Tensor
 
 from qtool.compile.backends.openvino_activation import fake_quantize
-from qtool.compile.codes import code_bytes
+from qtool.compile.codes import code_bytes, pack4, stored_bits
 from qtool.compile.config import DecoderConfig
 from qtool.compile.decoder import Attention, RowsOf, Weights, decode
 from qtool.compile.hidden import HiddenLayer
@@ -29,7 +29,7 @@ from qtool.compile.rope import Rope
 from qtool.compile.stack import alike, stack
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
-from qtool.core.qtensor import Fp8Tensor, Linear, QuantizedTensor
+from qtool.core.qtensor import Fp4Tensor, Fp8Tensor, Linear, QuantizedTensor
 
 MODEL = "model.xml"
 Node: TypeAlias = ov.Output
@@ -172,6 +172,8 @@ class OpenVino:
             matrix = _dequantized(weight)
         elif isinstance(weight, Fp8Tensor):
             matrix = _dequantized_fp8(weight)
+        elif isinstance(weight, Fp4Tensor):
+            matrix = _dequantized_fp4(weight)
         elif self._table is not None and weight is self._table[0]:
             matrix = _float32(self._table[1])
         else:
@@ -238,10 +240,26 @@ def _dequantized(weight: QuantizedTensor) -> Node:
 
 
 def _dequantized_fp8(weight: Fp8Tensor) -> Node:
-    """``code * scale`` [N, K]."""
+    """``code * scale`` [N, K]. The plugin (2026.4) keeps the product in float32."""
+    columns, in_features = weight.scheme.columns, weight.shape[1]
+    size = in_features if columns is None else math.gcd(columns, in_features)
     raw = weight.codes.contiguous().view(torch.uint8).numpy()
-    codes = ops.convert(_from_bytes(raw, list(weight.shape), ov.Type.f8e4m3), ov.Type.f32)
-    return ops.multiply(codes, _constant(weight.scales())).output(0)
+    return _blocks(raw, ov.Type.f8e4m3, weight.scales()[:, ::size], weight.shape)
+
+
+def _dequantized_fp4(weight: Fp4Tensor) -> Node:
+    """``code * scale`` [N, K], which the plugin multiplies packed. Both scales as one, in float32."""
+    raw = pack4(weight.codes.contiguous().numpy().reshape(-1))
+    return _blocks(raw, ov.Type.f4e2m1, weight.scales(), weight.shape)
+
+
+def _blocks(raw: NDArray[np.uint8], kind: ov.Type, scale: Tensor, shape: tuple[int, int]) -> Node:
+    """Codes [N, K] of a floating point type times scales [N, blocks]."""
+    blocks = scale.expand(shape[0], -1)[..., None]
+    codes = ops.convert(
+        _from_bytes(raw, [shape[0], blocks.shape[1], shape[1] // blocks.shape[1]], kind), ov.Type.f32
+    )
+    return _reshape(ops.multiply(codes, _constant(blocks)).output(0), list(shape))
 
 
 def _safe_group(weight: QuantizedTensor) -> int:
@@ -258,7 +276,7 @@ def _safe_group(weight: QuantizedTensor) -> int:
 def _codes(codes: Tensor, weight: QuantizedTensor) -> Node:
     """Integer codes as a packed constant, converted to float32."""
     raw, signed = code_bytes(codes, weight)
-    kind = getattr(ov.Type, f"{'i' if signed else 'u'}{weight.scheme.num_bits}")
+    kind = getattr(ov.Type, f"{'i' if signed else 'u'}{stored_bits(weight.scheme)}")
     return ops.convert(_from_bytes(raw, list(codes.shape), kind), ov.Type.f32).output(0)
 
 

@@ -20,7 +20,8 @@ from qtool.compile.backends.tensorrt.info import (
 from qtool.compile.backends.tensorrt.inspector import Inspection, check_holds, count_unpacked, inspect
 from qtool.compile.backends.tensorrt.process import Progress, run_build
 from qtool.compile.backends.tensorrt.profiles import Profile, plan_profiles
-from qtool.compile.backends.tensorrt.weights import SplitChannels, SymmetricWeights
+from qtool.compile.backends.tensorrt.schemes import check_formats
+from qtool.compile.backends.tensorrt.weights import PairedFp4, SplitChannels, SymmetricWeights
 from qtool.compile.backends.tensorrt.worker import BuildSpec
 from qtool.compile.backends.tensorrt.zero_points import fold_zero_points
 from qtool.compile.config import DecoderConfig
@@ -46,7 +47,11 @@ def write(
     tensorrt: TensorRtOptions,
     progress: Progress,
 ) -> None:
-    """Write ``model.plan`` and ``engine_info.json`` into `folder`."""
+    """Write ``model.plan`` and ``engine_info.json`` into `folder`.
+
+    Raises as `write_engine` does, and UsageError for a number format that one of the GPUs lacks.
+    """
+    check_formats(checkpoint, FLAVOURS[target], tensorrt.compute_capabilities)
     weights = CheckpointWeights(config, checkpoint)
     write_engine(weights, config, folder, target, tensorrt, progress, hidden_layers)
 
@@ -81,9 +86,8 @@ def write_engine(
     errors: dict[str, float] = {}
     if options.zero_points == "requantize":
         weights = SymmetricWeights(weights, errors)
-    model = write_onnx(
-        config, SplitChannels(weights), folder, dtype=torch.float16, hidden_layers=hidden_layers
-    )
+    weights = SplitChannels(PairedFp4(weights))
+    model = write_onnx(config, weights, folder, dtype=torch.float16, hidden_layers=hidden_layers)
     folded = fold_zero_points(model)
     facts = read_graph(model)
     spec = BuildSpec(

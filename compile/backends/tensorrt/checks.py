@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx
@@ -12,6 +12,8 @@ from onnx import TensorProto
 from qtool.errors import QtoolError
 
 _INT4 = {TensorProto.INT4, TensorProto.UINT4}
+_EIGHT_BITS: dict[int, str] = {TensorProto.INT8: "Int8", TensorProto.FLOAT8E4M3FN: "FP8"}
+"""Types of codes that kernels multiply by codes, as TensorRT writes them."""
 _PASSIVE = {"Reshape", "Transpose", "Cast", "Identity", "Unsqueeze", "Squeeze", "Flatten", "Gather"}
 """Operators that hand on the values of their first input."""
 
@@ -28,18 +30,21 @@ class GraphFacts:
     """How many of them share a scale."""
     inputs: dict[str, tuple[int | str, ...]]
     """Dimensions of each input, a name where a call chooses."""
+    multiplied_codes: dict[str, int] = field(default_factory=dict)
+    """Weights that are to be multiplied by codes of their own type, by that type."""
 
 
 def read_graph(model: Path) -> GraphFacts:
     """Check an ONNX file and say what a plan built from it has to hold.
 
     Raises QtoolError with the reason for what the builder of tensorrt_rtx 1.7.1 gets wrong or dies of: nodes
-    of plugins, zero points, and 4-bit weights under 8-bit activations.
+    of plugins, zero points, and weights in groups under 8-bit activations.
     """
     proto = onnx.load(model, load_external_data=False)
     tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
     makers = {output: node for node in proto.graph.node for output in node.output}
     sizes: Counter[int] = Counter()
+    multiplied: Counter[str] = Counter()
     for node in proto.graph.node:
         if node.domain not in ("", "ai.onnx"):
             raise QtoolError(
@@ -52,11 +57,14 @@ def read_graph(model: Path) -> GraphFacts:
             if codes.data_type in _INT4:
                 sizes[_block(codes, tensors[node.input[1]])] += math.prod(codes.dims)
         if node.op_type in ("MatMul", "Gemm"):
-            _refuse_int8_over_int4(model, node, makers, tensors)
+            codes = _codes_under_codes(model, node, makers, tensors)
+            if codes is not None:
+                multiplied[_EIGHT_BITS[codes.data_type]] += math.prod(codes.dims)
     return GraphFacts(
         weight_bytes=sum(_bytes(tensor) for tensor in proto.graph.initializer),
         int4_codes=sizes.total(),
         int4_blocks=frozenset(sizes),
+        multiplied_codes=dict(multiplied),
         inputs={
             value.name: tuple(
                 dimension.dim_param or dimension.dim_value for dimension in value.type.tensor_type.shape.dim
@@ -85,26 +93,31 @@ def _refuse_zero_points(model: Path, node: onnx.NodeProto) -> None:
         )
 
 
-def _refuse_int8_over_int4(
+def _codes_under_codes(
     model: Path,
     product: onnx.NodeProto,
     makers: dict[str, onnx.NodeProto],
     tensors: dict[str, onnx.TensorProto],
-) -> None:
-    """Such a pair builds without a word, and the plan then applies the scales of the first group to all."""
-    weight = next((node for node in _origins(product.input[1], makers)), None)
-    if weight is None or weight.op_type != "DequantizeLinear" or weight.input[0] not in tensors:
-        return
-    if tensors[weight.input[0]].data_type not in _INT4:
-        return
-    activation = next((node for node in _origins(product.input[0], makers)), None)
-    if activation is not None and activation.op_type == "DequantizeLinear":
+) -> onnx.TensorProto | None:
+    """The codes of a weight whose inputs are quantized to 8 bits, if that is what `product` multiplies.
+
+    In groups such a pair builds without a word, and the plan then applies the scales of the first group to
+    all (4 bits), or computes in 16 bits.
+    """
+    left, right = (next(_origins(name, makers), None) for name in product.input[:2])
+    if left is None or left.op_type != "DequantizeLinear" or left.input[0] in tensors:
+        return None
+    if right is None or right.op_type != "DequantizeLinear" or right.input[0] not in tensors:
+        return None
+    codes = tensors[right.input[0]]
+    if codes.data_type not in _EIGHT_BITS or any(entry.name == "block_size" for entry in right.attribute):
         raise QtoolError(
-            f"{model}: {product.name or product.output[0]} multiplies 4-bit grouped weights "
-            f"({weight.input[0]}) by activations quantized to 8 bits; tensorrt_rtx 1.7.1 builds this without "
-            "a warning but applies only the first group's scales; keep the activations in 16 bits, or the "
-            "weights in 8"
+            f"{model}: {product.name or product.output[0]} multiplies weights in groups or in 4 bits "
+            f"({right.input[0]}) by activations quantized to 8 bits; tensorrt_rtx 1.7.1 builds 4-bit ones "
+            "without a warning but applies only the first group's scales; keep the activations in 16 bits, "
+            "or the weights in 8 with a scale a channel"
         )
+    return codes
 
 
 def _origins(name: str, makers: dict[str, onnx.NodeProto]) -> Iterator[onnx.NodeProto]:

@@ -114,7 +114,9 @@ def check_holds(inspection: Inspection, facts: GraphFacts, num_profiles: int) ->
     """Raise QtoolError where a plan lacks weights, or scales, of the graph that it was built from.
 
     In each profile the 4-bit codes have to be all there, and each constant of codes in one layer with as many
-    scales as it has blocks. When the builder applies one group's scales to all, they are elsewhere.
+    scales as it has blocks. When the builder applies one group's scales to all, they are elsewhere. Weights
+    that are multiplied by codes have to be in a kernel that reads such, and that gives float32: in float16 a
+    sum of codes would be infinite.
     """
     for profile in range(num_profiles):
         layers = [layer for layer in inspection.layers if layer.profile == profile]
@@ -125,6 +127,13 @@ def check_holds(inspection: Inspection, facts: GraphFacts, num_profiles: int) ->
             raise QtoolError(
                 f"profile {profile} of the plan holds {codes} weights in 4 bits, the graph {facts.int4_codes}"
             )
+        for dtype, count in facts.multiplied_codes.items():
+            found = sum(_multiplied(layer, dtype) for layer in layers)
+            if found != count:
+                raise QtoolError(
+                    f"profile {profile} of the plan multiplies {found} weights as {dtype} codes, the graph "
+                    f"{count}: for the others this version of the builder fell back to 16 bits"
+                )
 
 
 def _check_scales(layer: Layer, facts: GraphFacts) -> int:
@@ -144,6 +153,23 @@ def _check_scales(layer: Layer, facts: GraphFacts) -> int:
     return total
 
 
+def _multiplied(layer: Layer, dtype: str) -> int:
+    """The codes of a weight that a layer multiplies by codes of its own type."""
+    if not any(tensor.dtype == dtype for tensor in layer.inputs):
+        return 0
+    codes = sum(
+        math.prod(constant.shape)
+        for constant in layer.constants
+        if constant.dtype == dtype and len(constant.shape) > 1
+    )
+    if codes and any(output.dtype != "Float" for output in layer.outputs):
+        raise QtoolError(
+            f"layer {layer.name} of the plan sums products of {dtype} codes and gives the bare sums in "
+            f"{layer.outputs[0].dtype}: they would overflow"
+        )
+    return codes
+
+
 def count_unpacked(inspection: Inspection) -> int:
     """Kernels that write quantized weights out as numbers, for a product to read them back at every call."""
     return sum(
@@ -153,7 +179,7 @@ def count_unpacked(inspection: Inspection) -> int:
 
 
 def _is_unpacked(constant: LayerTensor, output: LayerTensor) -> bool:
-    quantized = constant.dtype in ("Int4", "Int8") and len(constant.shape) > 1
+    quantized = constant.dtype in ("Int4", "Int8", "FP8") and len(constant.shape) > 1
     return quantized and output.dtype in _SCALES and constant.shape == output.shape
 
 

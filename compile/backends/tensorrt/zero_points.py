@@ -48,7 +48,7 @@ def fold_zero_points(model: Path) -> int:
     folds = {
         node.output[0]: node
         for node in proto.graph.node
-        if node.op_type == "DequantizeLinear" and len(node.input) > 2 and node.input[2] in weights
+        if node.op_type == "DequantizeLinear" and len(node.input) > 2 and node.input[0] in weights
     }
     if not folds:
         return 0
