@@ -60,9 +60,15 @@ class BlockManager:
         return True
 
     def free(self, table: list[int]) -> None:
-        """Empty a table. A block that no other table names is free again, the last of the table first: the
-        end of a prefix is of use to fewer than its beginning, and of none without it."""
-        while table:
+        """Empty a table, see `shrink`."""
+        self.shrink(table, 0)
+
+    def shrink(self, table: list[int], num_tokens: int) -> None:
+        """Cut a table to the blocks that `num_tokens` tokens take. A block that no other table names is free
+        again, the last of the table first: the end of a prefix is of use to fewer than its beginning, and of
+        none without it."""
+        kept = self.blocks_for(num_tokens)
+        while len(table) > kept:
             block = table.pop()
             self._references[block] -= 1
             if self._references[block] == 0:

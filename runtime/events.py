@@ -1,10 +1,24 @@
 """What the engine loop tells of its work, for metrics: plain data, times in seconds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from qtool.runtime.request import FinishReason, SequenceState
 from qtool.runtime.steptime import StepLoad
+
+
+@dataclass(frozen=True)
+class SpeculationDone:
+    """What a step drafted and verified."""
+
+    drafting_seconds: float
+    drafted: Sequence[int] = ()
+    """By place in the draft, how many tokens were verified."""
+    accepted: Sequence[int] = ()
+    """Of these, how many were accepted."""
+    num_drafts: int = 0
+    """Sequences with a draft, of `num_decoding`."""
+    num_decoding: int = 0
 
 
 @dataclass(frozen=True)
@@ -16,6 +30,8 @@ class StepDone:
     engine_seconds: float
     """Of these, in the engine."""
     load: StepLoad
+    speculation: SpeculationDone | None = None
+    """None without a speculator."""
 
 
 @dataclass(frozen=True)

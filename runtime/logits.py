@@ -10,8 +10,10 @@ from qtool.runtime.engines.contract import Floats
 from qtool.runtime.request import SamplingParams, SequenceState
 
 
-def adjusted(logits: Floats, sequence: SequenceState) -> Floats:
+def adjusted(logits: Floats, sequence: SequenceState, drafted: Sequence[int] = ()) -> Floats:
     """The logits [V] that a sequence's next token is chosen by; the same array where nothing changes them.
+
+    With `drafted` tokens, the one after them; the sequence's constraint has accepted them.
 
     In this order: penalties, logit_bias, what min_tokens, bad_words and allowed_token_ids forbid, and what
     the constraint forbids.
@@ -21,6 +23,7 @@ def adjusted(logits: Floats, sequence: SequenceState) -> Floats:
         return logits
     row = logits.copy()
     prompt, generated = sequence.tokens[: sequence.num_prompt], sequence.tokens[sequence.num_prompt :]
+    generated += drafted
     penalize(row, params, prompt, generated)
     if params.logit_bias:
         row[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)

@@ -12,11 +12,11 @@ from queue import Empty, SimpleQueue
 import numpy as np
 
 from qtool.runtime.blocks import BlockManager
-from qtool.runtime.engines.contract import Engine, Floats, Step
-from qtool.runtime.events import Event, Observer, SequenceDone, StepDone
+from qtool.runtime.engines.contract import Bools, Engine, Floats, Step, slots_of
+from qtool.runtime.events import Event, Observer, SequenceDone, SpeculationDone, StepDone
 from qtool.runtime.failures import GenerationError, NotAdmittingError, OverloadedError
 from qtool.runtime.logprobs import TokenLogprobs
-from qtool.runtime.next_token import NextToken, next_tokens, report_prompts
+from qtool.runtime.next_token import Extension, NextToken, extend, report_prompts
 from qtool.runtime.request import (
     FinishReason,
     RequestOptions,
@@ -26,6 +26,9 @@ from qtool.runtime.request import (
 )
 from qtool.runtime.scheduler import Chunk, Scheduler, SchedulerConfig
 from qtool.runtime.slo import Pacer
+from qtool.runtime.speculation.contract import Draft
+from qtool.runtime.speculation.decide import StepTimes
+from qtool.runtime.speculation.speculator import Speculator
 from qtool.runtime.steptime import StepTimeModel
 from qtool.runtime.sweep import measure_step_times
 
@@ -49,6 +52,10 @@ class Output:
     """Of every token of the prompt, with the first output of its first choice; the first token has none."""
     num_cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache held."""
+    num_accepted_drafts: int = 0
+    """Tokens of the answer so far that were drafts."""
+    num_rejected_drafts: int = 0
+    """Drafts so far that were verified and are not in the answer."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,8 @@ class EngineLoop:
     """Serves requests on one engine, in its own thread; `submit` and the rest may be called from any.
 
     `deliver` is called in that thread with the outputs of each step; it must be quick and must not raise.
-    With an objective (`SchedulerConfig.slo`) some steps are run and timed when the loop is made.
+    With an objective (`SchedulerConfig.slo`) some steps are run and timed when the loop is made. With a
+    speculator, drafts are verified beside the tokens of sequences that decode; no answer is another by that.
     """
 
     def __init__(
@@ -83,8 +91,10 @@ class EngineLoop:
         config: SchedulerConfig,
         deliver: Callable[[Sequence[Output]], None],
         clock: Callable[[], float] = time.monotonic,
+        speculator: Speculator | None = None,
     ) -> None:
         self._engine = engine
+        self._speculator = speculator
         self._deliver = deliver
         self._clock = clock
         blocks = BlockManager(engine.num_blocks, engine.block_size)
@@ -223,20 +233,36 @@ class EngineLoop:
         plan = self.scheduler.schedule(start, gather=self.refusal is None)
         if not plan.chunks:
             return outputs
+        drafting = 0.0 if self._speculator is None else self._speculator.draft(self.scheduler, plan)
         load = plan.load()
         for source, target in plan.copies:
             self._engine.copy_block(source, target)
         before = self._clock()
-        logits = self._engine.run(build_step(plan.chunks))
+        logits, hidden = self._run(build_step(plan.chunks))
         after = self._clock()
-        outputs += self._commit(plan.chunks, logits)
+        committed, speculation = self._commit(plan.chunks, logits, hidden, drafting)
+        outputs += committed
         seconds = self._clock() - start
         self._num_steps += 1
         self._num_computed += load.tokens
-        if self.scheduler.pacer is not None:
-            self.scheduler.pacer.model.update(load, seconds * 1000)
-        self._tell(StepDone(seconds, after - before, load))
+        for model in self._time_models():
+            model.update(load, (seconds - drafting) * 1000)
+        self._tell(StepDone(seconds, after - before, load, speculation))
         return outputs
+
+    def _time_models(self) -> Iterator[StepTimeModel | StepTimes]:
+        if self.scheduler.pacer is not None:
+            yield self.scheduler.pacer.model
+        if self._speculator is not None and self._speculator.times is not None:
+            yield self._speculator.times
+
+    def _run(self, step: Step) -> tuple[Floats, Floats | None]:
+        """Logits, and the hidden states of all rows if a drafter wants them."""
+        if self._speculator is None or not self._speculator.wants_hidden:
+            return self._engine.run(step), None
+        rows = np.arange(len(step.token_ids), dtype=np.int32)
+        result = self._engine.run_with_hidden(replace(step, hidden_rows=rows))
+        return result.logits, result.hidden
 
     def _end_late(self, now: float) -> list[Output]:
         """Give up what is out of time."""
@@ -251,47 +277,83 @@ class EngineLoop:
         for observer in self.observers:
             observer(event)
 
-    def _commit(self, chunks: Sequence[Chunk], logits: Floats) -> list[Output]:
-        """Count what was computed, append a token where a sequence's end was reached, drop what ended."""
-        ends: list[int] = []
-        row = 0
-        for chunk in chunks:
-            row += chunk.num_logits
-            if chunk.reaches_end:
-                ends.append(row - 1)
-        sampled = [chunk.sequence for chunk in chunks if chunk.reaches_end]
+    def _commit(
+        self, chunks: Sequence[Chunk], logits: Floats, hidden: Floats | None, drafting: float
+    ) -> tuple[list[Output], SpeculationDone | None]:
+        """Append tokens where a sequence's end was reached, count what was computed, drop what ended."""
+        rows = np.split(logits, np.cumsum([chunk.num_logits for chunk in chunks])[:-1])
+        ends = [chunk.reaches_end for chunk in chunks]
         report_prompts(logits, chunks)
-        self.scheduler.commit(chunks)
+        extensions = [
+            self._extend(chunk, own) if end else None
+            for chunk, own, end in zip(chunks, rows, ends, strict=True)
+        ]
+        accepted = [[] if extension is None else extension.accepted for extension in extensions]
+        self._gather_paths(chunks, accepted)
+        self.scheduler.commit(chunks, list(map(len, accepted)))
+        speculation = None
+        if self._speculator is not None:
+            speculation = self._speculator.learn(chunks, extensions, hidden, drafting)
         outputs = []
-        for sequence, chosen in zip(
-            sampled, next_tokens([logits[row] for row in ends], sampled), strict=True
-        ):
-            outputs.append(self._append(sequence, chosen))
+        for chunk, extension in zip(chunks, extensions, strict=True):
+            if extension is not None:
+                outputs += self._report(chunk.sequence, extension)
+        return outputs, speculation
+
+    def _extend(self, chunk: Chunk, logits: Floats) -> Extension:
+        speculator = self._speculator
+        return extend(
+            chunk.sequence,
+            logits[-1 - len(chunk.draft) :],
+            chunk.draft,
+            block_verification=speculator is not None and speculator.block_verification,
+        )
+
+    def _gather_paths(self, chunks: Sequence[Chunk], accepted: Sequence[Sequence[int]]) -> None:
+        """Move the keys and values of each accepted path of a tree together, behind the token before it."""
+        sources, targets = [], []
+        for chunk, path in zip(chunks, accepted, strict=True):
+            start = chunk.sequence.num_computed + chunk.num_new
+            moved = [(start + place, start + depth) for depth, place in enumerate(path) if place != depth]
+            if moved:
+                both = slots_of(
+                    chunk.sequence.block_table, np.array(moved, np.int32), self._engine.block_size
+                )
+                sources.append(both[:, 0])
+                targets.append(both[:, 1])
+        if sources:
+            self._engine.move_slots(np.concatenate(sources), np.concatenate(targets))
+
+    def _report(self, sequence: SequenceState, extension: Extension) -> list[Output]:
+        """The outputs of what was appended; drops the sequence if that ended it."""
+        now = self._clock()
+        if sequence.first_token is None and sequence.num_generated:
+            sequence.first_token = now
+        outputs = [self._output(sequence, chosen) for chosen in extension.chosen]
+        last = extension.chosen[-1]
+        self._num_generated += len(extension.chosen) - (last.token is None)
+        reason = None if last.token is None else sequence.finish_reason()
+        if reason is not None:
+            outputs[-1] = replace(outputs[-1], finish_reason=reason)
+            self._tell(SequenceDone.of(sequence, reason, now))
+        if reason is not None or last.token is None:
+            self._forget(sequence)
         return outputs
 
-    def _append(self, sequence: SequenceState, chosen: NextToken) -> Output:
+    def _output(self, sequence: SequenceState, chosen: NextToken) -> Output:
         if chosen.token is None:
-            self._forget(sequence)
             return Output(sequence.id, None, error=GenerationError(str(chosen.error)))
-        now = self._clock()
-        sequence.tokens.append(chosen.token)
-        self._num_generated += 1
-        if sequence.first_token is None:
-            sequence.first_token = now
-        reason = sequence.finish_reason()
         prompt_logprobs = None
         if sequence.num_generated == 1 and sequence.params.prompt_logprobs is not None:
             prompt_logprobs = tuple(sequence.prompt_logprobs)
-        if reason is not None:
-            self._forget(sequence)
-            self._tell(SequenceDone.of(sequence, reason, now))
         return Output(
             sequence.id,
             chosen.token,
-            reason,
             logprobs=chosen.logprobs,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=sequence.num_cached,
+            num_accepted_drafts=sequence.num_accepted,
+            num_rejected_drafts=sequence.num_rejected,
         )
 
     def _work(self) -> None:
@@ -319,6 +381,8 @@ class EngineLoop:
 
     def _forget(self, sequence: SequenceState) -> None:
         self.scheduler.remove(sequence)
+        if self._speculator is not None:
+            self._speculator.forget(sequence)
         del self._sequences[sequence.id]
         with self._lock:
             self._num_unfinished -= 1
@@ -344,7 +408,7 @@ def _do_nothing() -> None:
 
 
 def build_step(chunks: Sequence[Chunk]) -> Step:
-    """The ragged batch that computes these chunks, with the logits that each of them wants."""
+    """The ragged batch that computes these chunks and their drafts, with the logits that each wants."""
     token_ids: list[int] = []
     positions: list[int] = []
     logit_rows: list[int] = []
@@ -352,12 +416,21 @@ def build_step(chunks: Sequence[Chunk]) -> Step:
         start, end = chunk.sequence.num_computed, chunk.sequence.num_computed + chunk.num_new
         token_ids += chunk.sequence.tokens[start:end]
         positions += range(start, end)
+        if chunk.draft:
+            token_ids += chunk.draft.tokens
+            positions += (end - 1 + chunk.draft.depths()).tolist()
         logit_rows += range(len(token_ids) - chunk.num_logits, len(token_ids))
+    masks: list[Bools | None] = [_mask(chunk.draft) for chunk in chunks]
     return Step(
         token_ids=np.array(token_ids, np.int32),
         positions=np.array(positions, np.int32),
         past_lens=np.array([chunk.sequence.num_computed for chunk in chunks], np.int32),
-        new_lens=np.array([chunk.num_new for chunk in chunks], np.int32),
+        new_lens=np.array([chunk.num_rows for chunk in chunks], np.int32),
         block_tables=[chunk.sequence.block_table for chunk in chunks],
         logit_rows=np.array(logit_rows, np.int32),
+        masks=None if all(mask is None for mask in masks) else masks,
     )
+
+
+def _mask(draft: Draft) -> Bools | None:
+    return None if draft.parents is None else draft.mask()

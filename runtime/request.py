@@ -198,6 +198,10 @@ class SequenceState:
     """Tokens of the prompt that the prefix cache held when the sequence first ran."""
     num_published: int = 0
     """Leading blocks of the table that the prefix cache knows of."""
+    num_accepted: int = 0
+    """Tokens of the answer that were drafts."""
+    num_rejected: int = 0
+    """Drafts that were verified and are not in the answer."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """As far as they are known and wanted; None for the first token."""
     block_table: list[int] = field(default_factory=list)

@@ -29,6 +29,10 @@ class Distribution:
     """[V], 0 for tokens that are never drawn."""
     total: float
 
+    def probs(self) -> Floats:
+        """[V], summing to 1."""
+        return self.weights / np.float32(self.total)
+
     def draw(self, uniform: float) -> int:
         """The token at a point of [0, 1) of the cumulative distribution; never one of probability 0."""
         return _find(self.weights, uniform * self.total, "right")

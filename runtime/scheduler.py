@@ -2,13 +2,14 @@
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from qtool.errors import UsageError
 from qtool.runtime.blocks import BlockManager
 from qtool.runtime.failures import DeadlineExceededError, GenerationError, OverloadedError
 from qtool.runtime.request import ParameterError, SamplingParams, SequenceState
 from qtool.runtime.slo import Pacer, Slo
+from qtool.runtime.speculation.contract import EMPTY, Draft
 from qtool.runtime.steptime import StepLoad
 
 _PROMPT_LOGITS_A_STEP = 256
@@ -51,10 +52,13 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of a sequence that a step computes: the `num_new` tokens after its computed ones."""
+    """The part of a sequence that a step computes: the `num_new` tokens after its computed ones, and drafts
+    that may follow them."""
 
     sequence: SequenceState
     num_new: int
+    draft: Draft = EMPTY
+    """Only where the chunk is the last token of a sequence that decodes."""
 
     @property
     def reaches_end(self) -> bool:
@@ -62,11 +66,22 @@ class Chunk:
         return self.num_new == self.sequence.num_uncomputed
 
     @property
+    def decodes(self) -> bool:
+        """Whether it is the one token that the sequence's answer got last."""
+        return self.num_new == 1 and self.reaches_end and self.sequence.num_generated > 0
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that the step computes, drafts included."""
+        return self.num_new + len(self.draft)
+
+    @property
     def num_logits(self) -> int:
-        """Tokens, the last of the chunk, whose logits are wanted: one at the end, all for prompt logprobs."""
+        """Rows, the last of the chunk, whose logits are wanted: one at the end and one for each draft, or all
+        for prompt logprobs."""
         if self.sequence.wants_prompt_logits:
             return self.num_new
-        return int(self.reaches_end)
+        return int(self.reaches_end) + len(self.draft)
 
 
 @dataclass(frozen=True)
@@ -76,12 +91,14 @@ class Plan:
     chunks: list[Chunk]
     copies: list[tuple[int, int]]
     """Source and target blocks. A source may be free already, so nothing may be written before."""
+    preempted: list[SequenceState] = field(default_factory=list)
+    """Sequences that gave up their blocks."""
 
     def load(self) -> StepLoad:
         """What the step computes, before it is committed."""
         load = StepLoad()
         for chunk in self.chunks:
-            load = load.plus(chunk.sequence.num_computed, chunk.num_new)
+            load = load.plus(chunk.sequence.num_computed, chunk.num_rows)
         return load
 
 
@@ -261,13 +278,11 @@ class Scheduler:
         plan = Plan([], [])
         budget = _Budget(self.config.max_num_batched_tokens, self.pacer)
         budget.reserve(self.running if self.pacer is not None else ())
-        preempted = False
         place = 0
         while budget.tokens and place < len(self.running):
             sequence = self.running[place]
             if not self.blocks.grow(sequence.block_table, len(sequence.tokens)):
-                self._preempt_last()  # perhaps this very sequence
-                preempted = True
+                plan.preempted.append(self._preempt_last())  # perhaps this very sequence
                 continue
             place += 1
             reserved = 0
@@ -276,15 +291,49 @@ class Scheduler:
             budget.give(plan, sequence, reserved)
         # What was just given up would be taken back at once, and computed again for nothing.
         start = self.gathering_until() if gather else None
-        if not preempted and (start is None or now >= start):
+        if not plan.preempted and (start is None or now >= start):
             self._admit(plan, budget, now)
         return plan
 
-    def commit(self, chunks: Sequence[Chunk]) -> None:
-        """Count what a step computed, and offer the blocks that it filled to later prefixes."""
-        for chunk in chunks:
+    def room_for_drafts(self, plan: Plan) -> list[tuple[int, int]]:
+        """Places of the plan's chunks that may be given a draft, and how many tokens it may have: no more
+        than the sequence may still get, than it has positions for, or than the step has left."""
+        left = self.config.max_num_batched_tokens - sum(chunk.num_rows for chunk in plan.chunks)
+        limit = self.max_tokens_per_sequence
+        rooms = []
+        for place, chunk in enumerate(plan.chunks):
             sequence = chunk.sequence
-            sequence.num_computed += chunk.num_new
+            if chunk.decodes:
+                missing = sequence.params.max_tokens - sequence.num_generated
+                room = min(left, missing - 1, limit - len(sequence.tokens))
+                if room > 0:
+                    rooms.append((place, room))
+        return rooms
+
+    def add_draft(self, plan: Plan, place: int, draft: Draft) -> bool:
+        """Let a step verify a draft; False, and nothing changed, when budget or blocks lack: no sequence gives
+        up its own for drafts."""
+        chunk = plan.chunks[place]
+        rows = sum(chunk.num_rows for chunk in plan.chunks) + len(draft)
+        if rows > self.config.max_num_batched_tokens:
+            return False
+        sequence = chunk.sequence
+        if not self.blocks.grow(sequence.block_table, len(sequence.tokens) + len(draft)):
+            return False
+        plan.chunks[place] = replace(chunk, draft=draft)
+        return True
+
+    def commit(self, chunks: Sequence[Chunk], num_accepted: Sequence[int] = ()) -> None:
+        """Count what a step computed, and offer the blocks that it filled to later prefixes.
+
+        Of a chunk with a draft, `num_accepted` says how many of its tokens are the sequence's now, for each
+        chunk; they lie behind the chunk's own. Blocks that only held rejected ones are free again.
+        """
+        for chunk, accepted in zip(chunks, num_accepted or [0] * len(chunks), strict=True):
+            sequence = chunk.sequence
+            sequence.num_computed += chunk.num_new + accepted
+            if chunk.draft:
+                self.blocks.shrink(sequence.block_table, len(sequence.tokens))
             num_full = sequence.num_computed // self.blocks.block_size
             if self.config.prefix_caching and num_full > sequence.num_published:
                 self.blocks.publish(
@@ -356,12 +405,13 @@ class Scheduler:
         sequence.num_published = num_shared
         return True
 
-    def _preempt_last(self) -> None:
+    def _preempt_last(self) -> SequenceState:
         sequence = self.running.pop()
         self.blocks.free(sequence.block_table)
         sequence.num_computed = sequence.num_published = 0
         insort(self.waiting, sequence, key=_rank)
         self.num_preemptions += 1
+        return sequence
 
 
 def refuse_longer(num_prompt: int, max_tokens: int, limit: int, holder: str) -> None:

@@ -1,7 +1,7 @@
 """What a drafter is: it proposes tokens that one step of the target then verifies."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -32,12 +32,14 @@ class Draft:
     probs: Sequence[Floats] | None = None
     """[D] distributions q [V], summing to 1: what each token was drawn from, before elder siblings were taken
     out. Siblings have the same one. None for a deterministic draft."""
+    kind: int = 0
+    """Statistics of acceptance are kept apart by it: for a drafter that knows which drafts are better."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def depths(self) -> Ints:
-        """[D], 1 for a child of the root."""
+        """[D], 1 for a token that follows the sequence's last."""
         if self.parents is None:
             return np.arange(1, len(self.tokens) + 1, dtype=np.int32)
         depths = np.ones(len(self.tokens), np.int32)
@@ -55,6 +57,23 @@ class Draft:
             parent = place - 1 if self.parents is None else self.parents[place]
             mask[1 + place] |= mask[1 + parent]
         return mask
+
+    def children(self, place: int) -> list[int]:
+        """Places of the tokens that follow the one at `place`, or ROOT, in order."""
+        if self.parents is None:
+            return [place + 1] if place + 1 < len(self.tokens) else []
+        return [child for child, parent in enumerate(self.parents) if parent == place]
+
+    def shortened(self, num_tokens: int) -> "Draft":
+        """Its first tokens only: of a drawn draft, a number that does not depend on what was drawn."""
+        if num_tokens >= len(self.tokens):
+            return self
+        return replace(
+            self,
+            tokens=self.tokens[:num_tokens],
+            parents=None if self.parents is None else self.parents[:num_tokens],
+            probs=None if self.probs is None else self.probs[:num_tokens],
+        )
 
 
 EMPTY = Draft(())

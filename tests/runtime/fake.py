@@ -52,9 +52,14 @@ class FakeEngine:
         written: set[int] = set()
         prefixes: list[np.ndarray] = []
         start = 0
-        for past, new, table in zip(step.past_lens, step.new_lens, step.block_tables, strict=True):
+        assert step.masks is None or self.takes_trees
+        rows_of = zip(step.past_lens, step.new_lens, step.block_tables, strict=True)
+        for sequence, (past, new, table) in enumerate(rows_of):
             assert len(table) * self.block_size >= past + new
-            assert step.positions[start : start + new].tolist() == list(range(past, past + new))
+            mask = step.mask(sequence)
+            assert mask.diagonal().all()
+            assert not np.triu(mask, 1).any()
+            assert step.positions[start : start + new].tolist() == (past + mask.sum(1) - 1).tolist()
             slots = np.asarray(table)
             rows = slots[np.arange(past, past + new) // self.block_size]
             assert written.isdisjoint(rows.tolist()), "two sequences write to one block"
@@ -63,7 +68,7 @@ class FakeEngine:
                 start : start + new
             ]
             whole = self.pool[slots].reshape(-1)[: past + new]
-            prefixes += [whole[: past + offset + 1] for offset in range(new)]
+            prefixes += [np.concatenate([whole[:past], whole[past:][seen]]) for seen in mask]
             start += new
         return (
             np.stack([self.logits(prefixes[row]) for row in step.logit_rows])

@@ -8,7 +8,7 @@ import pytest
 from qtool.runtime.constraint import Bitmask, allowed_tokens, bitmask_width
 from qtool.runtime.logits import adjusted
 from qtool.runtime.logprobs import token_logprobs
-from qtool.runtime.next_token import next_tokens
+from qtool.runtime.next_token import next_token
 from qtool.runtime.request import RequestOptions, SamplingParams, SequenceState
 
 VOCAB = 37
@@ -77,7 +77,7 @@ def test_a_bias_can_force_and_ban_tokens() -> None:
     params = SamplingParams(temperature=0, logit_bias={5: 100.0, 6: -100.0})
     found = adjusted(row(), state(params))
     np.testing.assert_allclose(found[[5, 6]] - row()[[5, 6]], [100, -100], rtol=1e-5)
-    assert next_tokens([row()], [state(params)])[0].token == 5
+    assert next_token(row(), state(params)).token == 5
 
 
 def test_stop_tokens_are_forbidden_until_min_tokens_are_there() -> None:
@@ -101,7 +101,7 @@ def test_a_constraint_is_filled_accepts_and_ends_the_sequence() -> None:
     sequence = state(SamplingParams(), options=RequestOptions(constraint=lambda: Only([35, 3])))
     for token in (35, 3):
         assert sequence.finish_reason() is None
-        assert next_tokens([row()], [sequence])[0].token == token
+        assert next_token(row(), sequence).token == token
         sequence.tokens.append(token)
     assert sequence.finish_reason() == "stop"
 
@@ -116,7 +116,7 @@ def test_a_grammar_that_fails_ends_its_own_sequence_and_no_other(method: str) ->
 
     setattr(Failing, method, fail)
     bad = state(SamplingParams(), options=RequestOptions(constraint=lambda: Failing([35])))
-    failed, fine = next_tokens([row(), row()], [bad, state(SamplingParams(temperature=0))])
+    failed, fine = next_token(row(), bad), next_token(row(), state(SamplingParams(temperature=0)))
     assert (failed.token, failed.error) == (None, "ValueError: the grammar is lost")
     assert fine.token == int(row().argmax())
 
@@ -131,7 +131,7 @@ def test_bits_of_a_mask_are_tokens_least_significant_first(token: int) -> None:
 
 def test_forbidding_every_token_and_logits_that_are_not_finite_are_told_apart() -> None:
     params = SamplingParams(allowed_token_ids=frozenset({3}), bad_words=((3,),))
-    nothing, broken = next_tokens([row(), row() * np.nan], [state(params), state(params)])
+    nothing, broken = next_token(row(), state(params)), next_token(row() * np.nan, state(params))
     assert "forbid every one" in str(nothing.error)
     assert "not finite" in str(broken.error)
 
@@ -140,7 +140,7 @@ def test_logprobs_are_the_log_softmax_of_the_models_own_logits() -> None:
     logits = row()
     wanted = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
     params = SamplingParams(temperature=0, logprobs=3, logit_bias={5: 100.0})
-    report = next_tokens([logits], [state(params)])[0].logprobs
+    report = next_token(logits, state(params)).logprobs
     assert report is not None
     assert report.token == 5
     best = np.argsort(-wanted)[:3]

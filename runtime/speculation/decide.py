@@ -1,0 +1,151 @@
+"""How many drafts a step verifies: what they should bring against what they should cost."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qtool.runtime.steptime import StepLoad
+
+Doubles = NDArray[np.float64]
+
+_GUESS = 0.5
+"""Acceptance of a first token that was never tried: high enough to be tried where that is cheap."""
+_GUESS_WEIGHT = 2.0
+"""Of what is expected without trying, in drafts."""
+_MARGIN = 1.03
+"""What speculation has to promise, over none, to be used: estimates are noisy."""
+_OWN_RATE = 0.1
+_COMMON_RATE = 0.02
+
+
+class Acceptance:
+    """How often the token at each place of a draft is accepted; drafts count less with every one after.
+
+    In a chain the rate falls from place to place: a token is accepted only if those before it are.
+    """
+
+    def __init__(self, memory: int) -> None:
+        """`memory` is how many drafts count, more or less."""
+        self._keep = 1 - 1 / memory
+        self._proposed: list[float] = []
+        self._accepted: list[float] = []
+
+    def update(self, num_tokens: int, accepted: Sequence[int]) -> None:
+        """Take in a draft of so many tokens, and the places of those that were accepted."""
+        while len(self._proposed) < num_tokens:
+            self._proposed.append(0.0)
+            self._accepted.append(0.0)
+        for place in range(num_tokens):
+            self._proposed[place] = self._proposed[place] * self._keep + 1
+            self._accepted[place] *= self._keep
+        for place in accepted:
+            self._accepted[place] += 1
+
+    def rates(self, count: int, expected: Sequence[float] | None = None) -> list[float]:
+        """The rates at the first `count` places, none above the one before it.
+
+        They lean on the `expected` ones where little was tried; without, on what the place before has, times
+        the first place's rate.
+        """
+        rates: list[float] = []
+        last, factor = 1.0, _GUESS
+        for place in range(count):
+            guess = last * factor if expected is None else expected[place]
+            proposed = self._proposed[place] if place < len(self._proposed) else 0.0
+            accepted = self._accepted[place] if place < len(self._accepted) else 0.0
+            last = min(last, (accepted + _GUESS_WEIGHT * guess) / (proposed + _GUESS_WEIGHT))
+            if place == 0:
+                factor = last
+            rates.append(last)
+        return rates
+
+
+class StepTimes:
+    """Milliseconds of a step by its rows, measured at the start and kept current.
+
+    Kernels make this no straight line (some work on eight rows at a time), and the choice of a few rows more
+    or fewer goes by its bends; so it is kept as points with lines between. Attention to past tokens adds a
+    linear term.
+    """
+
+    def __init__(self, sweep: Sequence[tuple[StepLoad, float]]) -> None:
+        """`sweep` holds loads and milliseconds; of some numbers of rows, loads with more context too."""
+        least: dict[int, tuple[float, int]] = {}
+        for load, ms in sorted(sweep, key=lambda one: one[0].context):
+            least.setdefault(load.tokens, (ms, load.context))
+        self._rows = sorted(least)
+        self._ms = np.maximum.accumulate(np.array([least[rows][0] for rows in self._rows], np.float64))
+        slopes = [
+            (ms - least[load.tokens][0]) / (load.context - least[load.tokens][1])
+            for load, ms in sweep
+            if load.context > least[load.tokens][1]
+        ]
+        self._per_pair = max(float(np.mean(slopes)), 0.0) if slopes else 0.0
+
+    def predict_ms(self, rows: Doubles, context: Doubles) -> Doubles:
+        """Of steps [...] with so many rows and pairs of a row and a token that it attends to."""
+        base = np.interp(rows, self._rows, self._ms)
+        beyond = np.maximum(rows - self._rows[-1], 0.0)
+        return np.asarray(base + beyond * self._last_slope() + self._per_pair * context)
+
+    def update(self, load: StepLoad, ms: float) -> None:
+        """Take in what a step took: mostly where it lies on the curve, a little everywhere."""
+        expected = float(self.predict_ms(np.array(load.tokens), np.array(load.context)))
+        ratio = min(max(ms / expected, 0.25), 4.0)
+        self._ms *= ratio**_COMMON_RATE
+        self._per_pair *= ratio**_COMMON_RATE
+        above = min(bisect_left(self._rows, load.tokens), len(self._rows) - 1)
+        below = max(above - 1, 0)
+        width = self._rows[above] - self._rows[below]
+        share = (load.tokens - self._rows[below]) / width if width else 1.0
+        share = min(max(share, 0.0), 1.0)
+        self._ms[above] *= ratio ** (_OWN_RATE * share)
+        if below != above:
+            self._ms[below] *= ratio ** (_OWN_RATE * (1 - share))
+
+    def _last_slope(self) -> float:
+        if len(self._rows) < 2:
+            return float(self._ms[-1]) / self._rows[-1]
+        return float(self._ms[-1] - self._ms[-2]) / (self._rows[-1] - self._rows[-2])
+
+
+@dataclass(frozen=True)
+class Allotment:
+    """Tokens that each sequence's draft gets, and what the step should bring."""
+
+    counts: list[int]
+    tokens_per_ms: float
+
+
+def allot(
+    times: StepTimes,
+    load: StepLoad,
+    rates: Sequence[Sequence[float]],
+    pasts: Sequence[int],
+    num_rows: int,
+    drafting_ms: float = 0.0,
+) -> Allotment:
+    """Give drafts to the sequences that should gain most by them, as long as tokens a second grow.
+
+    `load` is the step's without drafts, and each of its sequences gets a token. `rates` are the acceptance
+    rates of the tokens that each of B sequences might have drafted, falling; `pasts` are their lengths; a
+    step takes `num_rows` rows more; `drafting_ms` are spent if anything is drafted. None gets any where that
+    promises next to nothing.
+    """
+    owners = np.repeat(np.arange(len(rates)), [len(own) for own in rates])
+    gains = np.concatenate([np.asarray(own, np.float64) for own in rates]) if len(rates) else np.empty(0)
+    order = np.argsort(-gains, kind="stable")[:num_rows]
+    expected = load.sequences + np.concatenate([[0.0], np.cumsum(gains[order])])
+    rows = load.tokens + np.arange(len(order) + 1, dtype=np.float64)
+    context = load.context + np.concatenate([[0.0], np.cumsum(np.asarray(pasts, np.float64)[owners[order]])])
+    ms = times.predict_ms(rows, context)
+    ms[1:] += drafting_ms
+    speeds = expected / ms
+    best = int(np.argmax(speeds))
+    if speeds[best] < _MARGIN * speeds[0]:
+        best = 0
+    counts = np.bincount(owners[order[:best]], minlength=len(rates))
+    return Allotment(counts.tolist(), float(speeds[best]))

@@ -1,0 +1,339 @@
+"""Speculation as the engine loop sees it: put drafts on a plan, and learn from what became of them."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from qtool.runtime.engines.contract import Floats
+from qtool.runtime.events import SpeculationDone
+from qtool.runtime.next_token import Extension
+from qtool.runtime.request import SequenceState
+from qtool.runtime.scheduler import Chunk, Plan, Scheduler
+from qtool.runtime.speculation.constrained import allowed_length
+from qtool.runtime.speculation.contract import EMPTY, Draft, Drafter, DraftRequest, Seen
+from qtool.runtime.speculation.decide import Acceptance, Allotment, StepTimes, allot
+from qtool.runtime.steptime import StepLoad
+
+_MEMORY = 200
+_OWN_MEMORY = 12
+_PROBING = 0.01
+"""Share of the time that may go into drafting where it should not pay, to see whether it does by now."""
+_PROBED_TOKENS = 2
+
+
+@dataclass
+class _Option:
+    """A draft that a sequence may get: one in hand, or one that has yet to be made."""
+
+    drafter: Drafter
+    draft: Draft | None
+    rates: list[float]
+
+
+@dataclass
+class _Pending:
+    """A free draft whose tokens are compared with what the sequence goes on with, verified or not."""
+
+    start: int
+    draft: Draft
+    drafter: str
+
+
+@dataclass
+class _Record:
+    """What is known of one sequence."""
+
+    acceptance: dict[tuple[str, int], Acceptance] = field(
+        default_factory=lambda: defaultdict(lambda: Acceptance(_OWN_MEMORY))
+    )
+    """By drafter and kind of draft."""
+    pending: list[_Pending] = field(default_factory=list)
+
+
+class Speculator:
+    """Drafts for the sequences that decode, as many as should pay. Called in the loop's thread.
+
+    Drafters that cost nothing (`expected_ms` 0) propose at every step, and their proposals are compared with
+    what comes even where they are not verified: so they are tried at no cost while the machine is busy. Of
+    the others one is asked, where it should pay, and rarely to see whether it would.
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        times: StepTimes | None,
+        vocab_size: int,
+        *,
+        num_tokens: int | None = None,
+        block_verification: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`times` and `vocab_size` are the target's. `num_tokens` fixes the length of drafts; None decides by
+        `times` and what is accepted."""
+        assert num_tokens is not None or times is not None
+        self.drafters = list(drafters)
+        self.times = times
+        self.block_verification = block_verification
+        self.wants_hidden = any(drafter.wants_hidden for drafter in drafters)
+        self._vocab_size = vocab_size
+        self._num_tokens = num_tokens
+        self._clock = clock
+        self._overall: dict[tuple[str, int], Acceptance] = defaultdict(lambda: Acceptance(_MEMORY))
+        self._records: dict[int, _Record] = {}
+        self._owners: dict[int, Drafter] = {}
+        """Who drafted, by sequence, in the step that runs."""
+        self._last_probe = clock()
+
+    def draft(self, scheduler: Scheduler, plan: Plan) -> float:
+        """Put drafts on the plan's chunks that decode; the seconds that it took."""
+        start = self._clock()
+        for sequence in plan.preempted:
+            for drafter in self.drafters:
+                drafter.preempted(sequence)
+        if plan.copies:
+            for drafter in self.drafters:
+                drafter.copy_blocks(plan.copies)
+        self._owners = {}
+        rooms = scheduler.room_for_drafts(plan)
+        if rooms:
+            self._draft(scheduler, plan, rooms)
+        return self._clock() - start
+
+    def _draft(self, scheduler: Scheduler, plan: Plan, rooms: Sequence[tuple[int, int]]) -> None:
+        sequences = [plan.chunks[place].sequence for place, _ in rooms]
+        limits = [room if self._num_tokens is None else min(room, self._num_tokens) for _, room in rooms]
+        options = self._free_options(sequences, limits)
+        left = scheduler.config.max_num_batched_tokens - sum(chunk.num_rows for chunk in plan.chunks)
+        load = plan.load()
+        chosen, counts = options, self._allot(load, options, sequences, left)
+        for drafter in self.drafters:
+            if not _is_free(drafter, sequences, limits):
+                chosen, counts = self._consider(drafter, chosen, counts, load, sequences, limits, left)
+        drafts = self._make(chosen, counts.counts, sequences)
+        for (place, _), option, draft in zip(rooms, chosen, drafts, strict=True):
+            if draft and option is not None and scheduler.add_draft(plan, place, draft):
+                self._owners[plan.chunks[place].sequence.id] = option.drafter
+
+    def _free_options(
+        self, sequences: Sequence[SequenceState], limits: Sequence[int]
+    ) -> list[_Option | None]:
+        """The best proposal for each sequence among those that cost nothing."""
+        best: list[_Option | None] = [None] * len(sequences)
+        for drafter in self.drafters:
+            if not _is_free(drafter, sequences, limits):
+                continue
+            requests = _requests(drafter, sequences, limits)
+            for place, draft in enumerate(drafter.propose(requests)):
+                draft = self._followable(draft, sequences[place])
+                if not draft:
+                    continue
+                record = self._record(sequences[place])
+                record.pending.append(_Pending(len(sequences[place].tokens), draft, drafter.name))
+                option = _Option(drafter, draft, self._rates(drafter, record, draft.kind, len(draft)))
+                best[place] = _better(best[place], option)
+        return best
+
+    def _followable(self, draft: Draft, sequence: SequenceState) -> Draft:
+        """The draft without what the sequence's constraint forbids: a deterministic chain may be cut."""
+        if sequence.constraint is None or draft.probs is not None or draft.parents is not None:
+            return draft
+        return draft.shortened(allowed_length(sequence.constraint, draft.tokens, self._vocab_size))
+
+    def _consider(
+        self,
+        drafter: Drafter,
+        chosen: list[_Option | None],
+        counts: Allotment,
+        load: StepLoad,
+        sequences: Sequence[SequenceState],
+        limits: Sequence[int],
+        left: int,
+    ) -> tuple[list[_Option | None], Allotment]:
+        """Ask a drafter that costs something instead, where that promises more tokens a second."""
+        depth = min(drafter.max_tokens, max(limits))
+        rates = [
+            self._rates(drafter, self._record(sequence), 0, min(depth, limit))
+            for sequence, limit in zip(sequences, limits, strict=True)
+        ]
+        for tokens in range(1, depth + 1) if self._num_tokens is None else [depth]:
+            options = [
+                _better(option, _Option(drafter, None, own[:tokens]))
+                for option, own in zip(chosen, rates, strict=True)
+            ]
+            asked = [
+                DraftRequest(sequence, min(tokens, limit))
+                for sequence, limit, option in zip(sequences, limits, options, strict=True)
+                if option is not None and option.drafter is drafter
+            ]
+            if not asked:
+                continue
+            cost = drafter.expected_ms(asked)
+            found = self._allot(load, options, sequences, left, cost)
+            if found.tokens_per_ms > counts.tokens_per_ms:
+                chosen, counts = options, found
+        if any(counts.counts) or self._num_tokens is not None:
+            return chosen, counts
+        return self._probe(drafter, chosen, counts, load, sequences, limits)
+
+    def _probe(
+        self,
+        drafter: Drafter,
+        chosen: list[_Option | None],
+        counts: Allotment,
+        load: StepLoad,
+        sequences: Sequence[SequenceState],
+        limits: Sequence[int],
+    ) -> tuple[list[_Option | None], Allotment]:
+        """Once in a while, try a drafter that should not pay, on the sequence that arrived last."""
+        assert self.times is not None
+        tokens = min(_PROBED_TOKENS, limits[-1], drafter.max_tokens)
+        rows = np.array([load.tokens, load.tokens + tokens], np.float64)
+        before, after = self.times.predict_ms(rows, np.full(2, load.context, np.float64)).tolist()
+        cost = drafter.expected_ms([DraftRequest(sequences[-1], tokens)]) + after - before
+        now = self._clock()
+        if cost > _PROBING * 1000 * (now - self._last_probe):
+            return chosen, counts
+        self._last_probe = now
+        probed = [*chosen[:-1], _Option(drafter, None, [1.0] * tokens)]
+        return probed, Allotment([*counts.counts[:-1], tokens], counts.tokens_per_ms)
+
+    def _allot(
+        self,
+        load: StepLoad,
+        options: Sequence[_Option | None],
+        sequences: Sequence[SequenceState],
+        left: int,
+        drafting_ms: float = 0.0,
+    ) -> Allotment:
+        rates: list[list[float]] = [[] if option is None else option.rates for option in options]
+        if self._num_tokens is not None or self.times is None:
+            return Allotment([len(own) for own in rates], float(sum(map(sum, rates))))
+        pasts = [sequence.num_computed for sequence in sequences]
+        return allot(self.times, load, rates, pasts, left, drafting_ms)
+
+    def _make(
+        self,
+        options: Sequence[_Option | None],
+        counts: Sequence[int],
+        sequences: Sequence[SequenceState],
+    ) -> list[Draft]:
+        """The drafts that were decided on."""
+        drafts = [EMPTY] * len(options)
+        wanted: dict[str, list[int]] = defaultdict(list)
+        for place, (option, count) in enumerate(zip(options, counts, strict=True)):
+            if option is None or not count:
+                continue
+            if option.draft is None:
+                wanted[option.drafter.name].append(place)
+            else:
+                drafts[place] = option.draft.shortened(count)
+        for drafter in self.drafters:
+            places = wanted.get(drafter.name, [])
+            requests = [DraftRequest(sequences[place], counts[place]) for place in places]
+            for place, draft in zip(places, drafter.propose(requests) if places else [], strict=True):
+                drafts[place] = draft
+        return drafts
+
+    def _rates(self, drafter: Drafter, record: _Record, kind: int, count: int) -> list[float]:
+        key = drafter.name, kind
+        own = record.acceptance.get(key)
+        overall = self._overall[key].rates(count)
+        return overall if own is None else own.rates(count, overall)
+
+    def _record(self, sequence: SequenceState) -> _Record:
+        return self._records.setdefault(sequence.id, _Record())
+
+    def learn(
+        self,
+        chunks: Sequence[Chunk],
+        extensions: Sequence[Extension | None],
+        hidden: Floats | None,
+        drafting_seconds: float,
+    ) -> SpeculationDone:
+        """Take in what a step made of its drafts, when tokens are appended and committed, and before what
+        ended is forgotten. `hidden` [T, F] are the states of all rows of the step, where they are wanted."""
+        drafted: list[int] = []
+        accepted: list[int] = []
+        seen: list[Seen] = []
+        row = num_drafts = num_decoding = 0
+        for chunk, extension in zip(chunks, extensions, strict=True):
+            sequence, draft = chunk.sequence, chunk.draft
+            path = [] if extension is None else extension.accepted
+            kept = [*range(row, row + chunk.num_new), *(row + chunk.num_new + place for place in path)]
+            seen.append(Seen(sequence, len(kept), None if hidden is None else hidden[kept]))
+            row += chunk.num_rows
+            num_decoding += extension is not None and sequence.num_generated > len(extension.chosen)
+            if draft:
+                num_drafts += 1
+                _count(drafted, range(len(draft)))
+                _count(accepted, path)
+                self._judge(sequence, draft, path)
+            if sequence.id in self._records:
+                self._compare(sequence)
+        for drafter in self.drafters:
+            drafter.observe(seen)
+        return SpeculationDone(drafting_seconds, drafted, accepted, num_drafts, num_decoding)
+
+    def _judge(self, sequence: SequenceState, draft: Draft, path: Sequence[int]) -> None:
+        sequence.num_accepted += len(path)
+        sequence.num_rejected += len(draft) - len(path)
+        drafter, record = self._owners[sequence.id], self._record(sequence)
+        if not any(pending.drafter == drafter.name for pending in record.pending):
+            self._update(record, (drafter.name, draft.kind), len(draft), path)
+
+    def _compare(self, sequence: SequenceState) -> None:
+        """Judge the free drafts whose fate the sequence's tokens decide."""
+        record = self._records[sequence.id]
+        undecided = []
+        for pending in record.pending:
+            tokens, draft = sequence.tokens[pending.start :], pending.draft
+            matching = 0
+            for token, proposed in zip(tokens, draft.tokens, strict=False):
+                if token != proposed:
+                    break
+                matching += 1
+            if matching == len(tokens) < len(draft):
+                undecided.append(pending)
+            else:
+                key = pending.drafter, draft.kind
+                self._update(record, key, len(draft), range(matching))
+        record.pending = undecided
+
+    def _update(
+        self, record: _Record, key: tuple[str, int], num_tokens: int, accepted: Sequence[int]
+    ) -> None:
+        self._overall[key].update(num_tokens, accepted)
+        record.acceptance[key].update(num_tokens, accepted)
+
+    def forget(self, sequence: SequenceState) -> None:
+        """The sequence is gone."""
+        self._records.pop(sequence.id, None)
+        for drafter in self.drafters:
+            drafter.forget(sequence)
+
+
+def _is_free(drafter: Drafter, sequences: Sequence[SequenceState], limits: Sequence[int]) -> bool:
+    return drafter.expected_ms(_requests(drafter, sequences, limits)) == 0
+
+
+def _requests(
+    drafter: Drafter, sequences: Sequence[SequenceState], limits: Sequence[int]
+) -> list[DraftRequest]:
+    return [
+        DraftRequest(sequence, min(limit, drafter.max_tokens))
+        for sequence, limit in zip(sequences, limits, strict=True)
+    ]
+
+
+def _better(left: _Option | None, right: _Option) -> _Option:
+    return right if left is None or sum(right.rates) > sum(left.rates) else left
+
+
+def _count(counts: list[int], places: Sequence[int]) -> None:
+    for place in places:
+        while len(counts) <= place:
+            counts.append(0)
+        counts[place] += 1
