@@ -11,6 +11,7 @@ from qtool.runtime.logprobs import TokenLogprobs
 from qtool.runtime.loop import EngineLoop, Output
 from qtool.runtime.request import FinishReason, RequestOptions, SamplingParams
 from qtool.runtime.scheduler import SchedulerConfig
+from qtool.runtime.speculation.speculator import Speculator
 from qtool.runtime.tokenizer import Tokenizer
 
 _DEFAULTS = RequestOptions()
@@ -33,6 +34,10 @@ class Piece:
     """Of every token of the prompt, with the first piece of its first choice; the first token has none."""
     num_cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache held."""
+    num_accepted_drafts: int = 0
+    """Tokens of the answer so far that were drafts."""
+    num_rejected_drafts: int = 0
+    """Drafts so far that were verified and are not in the answer."""
 
 
 class Client:
@@ -41,10 +46,16 @@ class Client:
     Belongs to the asyncio event loop in which `generate` is called.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        config: SchedulerConfig,
+        speculator: Speculator | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = engine.vocab_size
-        self.loop = EngineLoop(engine, config, self._deliver)
+        self.loop = EngineLoop(engine, config, self._deliver, speculator=speculator)
         self.max_tokens_per_sequence = self.loop.scheduler.max_tokens_per_sequence
         self._events: asyncio.AbstractEventLoop | None = None
         self._queues: dict[int, asyncio.Queue[Output]] = {}
@@ -127,4 +138,6 @@ def _next_piece(index: int, stream: TextStream, output: Output, stop_token_ids: 
         output.logprobs,
         output.prompt_logprobs,
         output.num_cached_tokens,
+        output.num_accepted_drafts,
+        output.num_rejected_drafts,
     )

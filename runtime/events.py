@@ -16,9 +16,8 @@ class SpeculationDone:
     """By place in the draft, how many tokens were verified."""
     accepted: Sequence[int] = ()
     """Of these, how many were accepted."""
-    num_drafts: int = 0
-    """Sequences with a draft, of `num_decoding`."""
-    num_decoding: int = 0
+    lengths: Sequence[tuple[int, int]] = ()
+    """Of each sequence that decoded, how many tokens its draft had, and how many of these were accepted."""
 
 
 @dataclass(frozen=True)

@@ -330,6 +330,9 @@ class EngineLoop:
         if sequence.first_token is None and sequence.num_generated:
             sequence.first_token = now
         outputs = [self._output(sequence, chosen) for chosen in extension.chosen]
+        for place in range(len(extension.accepted)):  # of these, how many there were by then
+            later = len(extension.accepted) - place - 1
+            outputs[place] = replace(outputs[place], num_accepted_drafts=sequence.num_accepted - later)
         last = extension.chosen[-1]
         self._num_generated += len(extension.chosen) - (last.token is None)
         reason = None if last.token is None else sequence.finish_reason()

@@ -311,8 +311,8 @@ class Scheduler:
         return rooms
 
     def add_draft(self, plan: Plan, place: int, draft: Draft) -> bool:
-        """Let a step verify a draft; False, and nothing changed, when budget or blocks lack: no sequence gives
-        up its own for drafts."""
+        """Let a step verify a draft; False, and nothing changed, when budget or blocks lack: no sequence
+        gives up its own for drafts."""
         chunk = plan.chunks[place]
         rows = sum(chunk.num_rows for chunk in plan.chunks) + len(draft)
         if rows > self.config.max_num_batched_tokens:

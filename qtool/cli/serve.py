@@ -55,6 +55,23 @@ def serve(
     kv_cache_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens that the KV cache holds, all sequences together.")
     ] = None,
+    speculative: Annotated[
+        str,
+        typer.Option(
+            help="What drafts tokens that one step verifies: off, ngram, draft=PATH (a smaller engine of the "
+            "same tokenizer), heads=PATH, or auto (n-grams and what was compiled with the engine). "
+            "Answers are distributed as without."
+        ),
+    ] = "off",
+    speculative_tokens: Annotated[
+        str, typer.Option(help="Tokens of a draft; auto decides at each step, none included.")
+    ] = "auto",
+    speculative_store: Annotated[
+        int, typer.Option(min=0, help="Tokens of recent answers that n-grams are looked up in as well.")
+    ] = 0,
+    block_verification: Annotated[
+        bool, typer.Option(help="Accept the tokens of a draft together, where they were drawn.")
+    ] = False,
     threads: Threads = None,
     device: Device = None,
     api_key_file: Annotated[
@@ -89,6 +106,12 @@ def serve(
     from qtool.runtime.server.process import serve as serve_until_signal
     from qtool.runtime.server.settings import ServerSettings, read_api_keys
     from qtool.runtime.slo import parse_slo
+    from qtool.runtime.speculation.build import (
+        SpeculationConfig,
+        make_speculator,
+        parse_kind,
+        parse_tokens,
+    )
     from qtool.runtime.tokenizer import Tokenizer
     from qtool.runtime.tools.formats import tool_format
 
@@ -102,11 +125,24 @@ def serve(
     }
     config = replace(SchedulerConfig(), **{name: value for name, value in given.items() if value is not None})
 
+    kind, path = parse_kind(speculative)
+    speculation = SpeculationConfig(
+        kind,
+        path,
+        num_tokens=parse_tokens(speculative_tokens),
+        block_verification=block_verification,
+        store_tokens=speculative_store,
+        kv_cache_tokens=kv_cache_tokens,
+        threads=threads,
+        device=device,
+    )
+
     def load() -> Client:
         with Console(stderr=True).status(f"loading {engine}"):
             tokenizer = Tokenizer.load(engine)
             opened = open_engine(engine, kv_cache_tokens=kv_cache_tokens, threads=threads, device=device)
-            return Client(opened, tokenizer, config)
+            speculator = make_speculator(speculation, config, opened, tokenizer, engine)
+            return Client(opened, tokenizer, config, speculator)
 
     settings = ServerSettings(
         api_keys=frozenset() if api_key_file is None else read_api_keys(api_key_file),

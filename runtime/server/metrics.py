@@ -10,9 +10,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from qtool.runtime.client import Client
-from qtool.runtime.events import SequenceDone, StepDone
+from qtool.runtime.events import SequenceDone, SpeculationDone, StepDone
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_TOKENS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -37,6 +38,25 @@ class Metrics:
             "queue_time", "From a sequence's arrival to its first step", _SECONDS
         )
         self._step_time = self._histogram("step", "A step: scheduling, engine and sampling", _TOKEN_SECONDS)
+        self._draft_tokens = self._counter("draft_tokens", "Drafts that were verified")
+        self._accepted_tokens = self._counter("accepted_tokens", "Of these, the ones accepted")
+        self._drafted_at = self._by_position("draft_position", "Drafts verified, by place in the draft")
+        self._accepted_at = self._by_position("accepted_position", "Drafts accepted, by place in the draft")
+        self._drafting_seconds = self._counter(
+            "drafting_seconds", "Time spent on drafts before they are verified"
+        )
+        self._draft_length = Histogram(
+            "qtool_draft_length_tokens",
+            "Drafts of a sequence that a step verified, none included: the K that was chosen",
+            buckets=_TOKENS,
+            registry=self._registry,
+        )
+        self._acceptance_length = Histogram(
+            "qtool_acceptance_length_tokens",
+            "Tokens that a sequence with a draft got in a step: those accepted and the one that follows",
+            buckets=_TOKENS[1:],
+            registry=self._registry,
+        )
         client.loop.observers.append(self._observe)
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts received")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
@@ -59,8 +79,25 @@ class Metrics:
         """Called in the engine loop's thread."""
         if isinstance(event, StepDone):
             self._step_time.observe(event.seconds)
+            if event.speculation is not None:
+                self._observe_drafts(event.speculation)
         else:
             self._queue_time.observe(event.queue_seconds)
+
+    def _observe_drafts(self, done: SpeculationDone) -> None:
+        self._drafting_seconds.inc(done.drafting_seconds)
+        for num_drafted, num_accepted in done.lengths:
+            self._draft_length.observe(num_drafted)
+            if num_drafted:
+                self._acceptance_length.observe(num_accepted + 1)
+                self._draft_tokens.inc(num_drafted)
+                self._accepted_tokens.inc(num_accepted)
+        for counter, counts in ((self._drafted_at, done.drafted), (self._accepted_at, done.accepted)):
+            for place, count in enumerate(counts):
+                counter.labels(place).inc(count)
+
+    def _by_position(self, name: str, meaning: str) -> Counter:
+        return Counter(f"qtool_{name}_tokens", meaning, ["position"], registry=self._registry)
 
     def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"qtool_{name}_seconds", meaning, buckets=buckets, registry=self._registry)

@@ -25,14 +25,22 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     """Tokens of the prompts that the prefix cache held."""
+    drafts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By answer, how many drafts were accepted and how many rejected; none where none were made."""
 
     def body(self) -> Json:
-        return {
+        body: Json = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.drafts:
+            body["completion_tokens_details"] = {
+                "accepted_prediction_tokens": sum(accepted for accepted, _ in self.drafts.values()),
+                "rejected_prediction_tokens": sum(rejected for _, rejected in self.drafts.values()),
+            }
+        return body
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ class ChoicesWriter:
         if piece.index % self.choices_per_prompt == 0 and piece.index not in self._begun:
             self._begun.add(piece.index)
             self.usage.cached_tokens += piece.num_cached_tokens
+        if piece.num_accepted_drafts or piece.num_rejected_drafts:
+            self.usage.drafts[piece.index] = piece.num_accepted_drafts, piece.num_rejected_drafts
         return self._chunks(self.choices[piece.index].push(piece))
 
     def closing(self) -> Sequence[str]:

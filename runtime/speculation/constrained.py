@@ -1,21 +1,10 @@
 """Drafts under a constraint: it is moved on over them and taken back."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 
-from qtool.runtime.constraint import TokenConstraint, bitmask_width
-
-
-@contextmanager
-def moved_on(constraint: TokenConstraint | None) -> Iterator["Walk"]:
-    """A walk over drafts from where the constraint stands, to which it is taken back in the end."""
-    walk = Walk(constraint)
-    try:
-        yield walk
-    finally:
-        walk.back()
+from qtool.runtime.constraint import TokenConstraint, allowed_tokens, bitmask_width
 
 
 class Walk:
@@ -46,12 +35,13 @@ class Walk:
 def allowed_length(constraint: TokenConstraint, tokens: Sequence[int], vocab_size: int) -> int:
     """How many of these tokens, from the first on, the constraint allows after what it has accepted."""
     row = np.zeros(bitmask_width(vocab_size), np.int32)
-    with moved_on(constraint) as walk:
-        for count, token in enumerate(tokens):
-            if walk.ended:
-                return count
-            constraint.fill_mask(row)
-            if not row[token // 32] >> (token % 32) & 1:
-                return count
-            walk.accept(token)
-    return len(tokens)
+    walk = Walk(constraint)
+    count = 0
+    while count < len(tokens) and not walk.ended:
+        constraint.fill_mask(row)
+        if not allowed_tokens(row, vocab_size)[tokens[count]]:
+            break
+        walk.accept(tokens[count])
+        count += 1
+    walk.back()
+    return count

@@ -77,7 +77,9 @@ class StepTimes:
         for load, ms in sorted(sweep, key=lambda one: one[0].context):
             least.setdefault(load.tokens, (ms, load.context))
         self._rows = sorted(least)
-        self._ms = np.maximum.accumulate(np.array([least[rows][0] for rows in self._rows], np.float64))
+        measured = np.array([least[rows][0] for rows in self._rows], np.float64)
+        # More rows take no less, and what disturbs a measurement adds to it.
+        self._ms = np.minimum.accumulate(measured[::-1])[::-1].copy()
         slopes = [
             (ms - least[load.tokens][0]) / (load.context - least[load.tokens][1])
             for load, ms in sweep

@@ -258,16 +258,17 @@ class Speculator:
         drafted: list[int] = []
         accepted: list[int] = []
         seen: list[Seen] = []
-        row = num_drafts = num_decoding = 0
+        lengths: list[tuple[int, int]] = []
+        row = 0
         for chunk, extension in zip(chunks, extensions, strict=True):
             sequence, draft = chunk.sequence, chunk.draft
             path = [] if extension is None else extension.accepted
             kept = [*range(row, row + chunk.num_new), *(row + chunk.num_new + place for place in path)]
             seen.append(Seen(sequence, len(kept), None if hidden is None else hidden[kept]))
             row += chunk.num_rows
-            num_decoding += extension is not None and sequence.num_generated > len(extension.chosen)
+            if extension is not None and sequence.num_generated > len(extension.chosen):
+                lengths.append((len(draft), len(path)))
             if draft:
-                num_drafts += 1
                 _count(drafted, range(len(draft)))
                 _count(accepted, path)
                 self._judge(sequence, draft, path)
@@ -275,7 +276,7 @@ class Speculator:
                 self._compare(sequence)
         for drafter in self.drafters:
             drafter.observe(seen)
-        return SpeculationDone(drafting_seconds, drafted, accepted, num_drafts, num_decoding)
+        return SpeculationDone(drafting_seconds, drafted, accepted, lengths)
 
     def _judge(self, sequence: SequenceState, draft: Draft, path: Sequence[int]) -> None:
         sequence.num_accepted += len(path)

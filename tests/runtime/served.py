@@ -16,6 +16,7 @@ from qtool.runtime.engines.contract import Engine
 from qtool.runtime.scheduler import SchedulerConfig
 from qtool.runtime.server.app import create_app
 from qtool.runtime.server.settings import ServerSettings
+from qtool.runtime.speculation.speculator import Speculator
 from qtool.runtime.tokenizer import Tokenizer
 
 E = TypeVar("E", bound=Engine)
@@ -37,9 +38,10 @@ def serving(
     tokenizer: Tokenizer,
     config: SchedulerConfig | None = None,
     settings: ServerSettings | None = None,
+    speculator: Speculator | None = None,
 ) -> Iterator[Served[E]]:
     """Serve an engine under the name "model"."""
-    client = Client(engine, tokenizer, config or SchedulerConfig(8, 64))
+    client = Client(engine, tokenizer, config or SchedulerConfig(8, 64), speculator)
     listener = socket.create_server(("127.0.0.1", 0))
     app = create_app(client, "model", settings)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="error", lifespan="off"))

@@ -210,9 +210,7 @@ def test_what_was_drafted_is_counted_by_place_and_by_request() -> None:
     engine = TreeEngine()
     drafter = ScriptedDrafter(guess_for("half right", engine))
     (outputs,), steps = run(engine, [([5, 6, 7], GREEDY)], speculator(drafter, 3))
-    done = [
-        step.speculation for step in steps if step.speculation is not None and step.speculation.num_drafts
-    ]
+    done = [step.speculation for step in steps if step.speculation is not None and step.speculation.drafted]
     drafted, accepted = Counter[int](), Counter[int]()
     for one in done:
         drafted.update(dict(enumerate(one.drafted)))
