@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qtool.core.recipe import Method, Quantization, matches
+from qtool.core.recipe import AwqGptq, Gptq, Method, Quantization, matches
 from qtool.core.recipe_schemes import WeightFormat
-from qtool.core.schemes import ActivationScheme, LinearScheme, WeightScheme
+from qtool.core.schemes import ActivationScheme, IntScheme, LinearScheme, WeightScheme
 from qtool.errors import UsageError, nearest
 
 _OFFERED = (32, 48, 64, 80, 96, 128, 160, 192, 256)
@@ -44,6 +44,12 @@ def assign(quantization: Quantization, linears: Mapping[str, int]) -> dict[str, 
             if any(matches(target, module) for target in rule.targets):
                 scheme = _scheme(module, in_features, rule.weights)
                 inputs = None if rule.activations is None else rule.activations.scheme
+                _check_method(module, rule.method, scheme)
+                if inputs is not None and in_features % (inputs.group_size or 1):
+                    raise UsageError(
+                        f"quantization.rules: activations.group_size {inputs.group_size} does not divide "
+                        f"in_features {in_features} of {module}; use null, or a size that does"
+                    )
                 assigned[module] = Assignment(rule.method, scheme, inputs)
                 break
     return assigned
@@ -60,6 +66,14 @@ def _check_target(target: str, keep: tuple[str, ...], linears: Mapping[str, int]
         raise UsageError(
             f"quantization.rules: target {target!r} matches only linears that quantization.keep holds in "
             f"full precision, such as {matched[0]}; change one of the two"
+        )
+
+
+def _check_method(module: str, method: Method, scheme: WeightScheme) -> None:
+    if isinstance(method, Gptq | AwqGptq) and not isinstance(scheme, IntScheme):
+        raise UsageError(
+            f"quantization.rules: method {method.name} chooses integers, and {module} is to be {scheme}; "
+            "use awq, rtn or best"
         )
 
 

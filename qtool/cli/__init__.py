@@ -12,6 +12,8 @@ import typer
 from qtool.cli import recipe
 from qtool.cli.batch import batch
 from qtool.cli.compile import compile_
+from qtool.cli.convert import convert
+from qtool.cli.diff import diff
 from qtool.cli.eval import eval_
 from qtool.cli.failures import enable_debug, report
 from qtool.cli.fetch import fetch
@@ -23,6 +25,8 @@ from qtool.cli.serve import serve
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 app.command()(fetch)
 app.command()(quantize)
+app.command()(convert)
+app.command()(diff)
 app.command("eval")(eval_)
 app.command("compile")(compile_)
 app.command()(inspect)

@@ -98,6 +98,10 @@ class Writer(Protocol):
 def open_format(checkpoint: "Checkpoint") -> QuantizationFormat | None:
     """The reader for a checkpoint's quantized tensors; None for a checkpoint that is not quantized."""
     config = checkpoint.config.get("quantization_config")
+    if config is None:  # ModelOpt's exports said it in a file of their own before config.json knew of it
+        config = (
+            {"quant_method": "modelopt"} if (checkpoint.path / "hf_quant_config.json").is_file() else None
+        )
     if config is None:
         return None
     if not isinstance(config, dict):

@@ -4,16 +4,19 @@ A linear ``m`` is ``m.qweight`` [K, N / 8] int32, ``m.qzeros`` [G, N / 8] int32 
 and zero points are unsigned. What ``modules_to_not_convert`` names is stored dense.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from torch import Tensor
 
+from qtool.core.formats.naming import brief
 from qtool.core.formats.parts import Parts
-from qtool.core.qtensor import Linear, QuantizedTensor
-from qtool.core.schemes import IntScheme, LinearScheme
-from qtool.errors import QtoolError
+from qtool.core.formats.uniform import uniform
+from qtool.core.qtensor import KvScales, Linear, QuantizedTensor
+from qtool.core.schemes import IntScheme, KvCacheScheme, LinearScheme
+from qtool.errors import QtoolError, UsageError
 
 if TYPE_CHECKING:
     from qtool.core.checkpoint import Checkpoint
@@ -52,6 +55,11 @@ class AutoAwq:
         """One for all."""
         return LinearScheme(self._scheme)
 
+    def shape(self, module: str) -> tuple[int, int]:
+        """From the packed codes' own."""
+        in_features, words = Parts(self._checkpoint, module).shape("qweight")
+        return words * _PER_WORD, in_features
+
     def read(self, module: str) -> Linear:
         """Unpack one linear."""
         parts, scheme = Parts(self._checkpoint, module), self._scheme
@@ -68,6 +76,91 @@ class AutoAwq:
             raise parts.error("qzeros", "is stored, though config.json says zero_point: false")
         codes = _unpack(parts.read("qweight", torch.int32, (in_features, words)))
         return Linear(QuantizedTensor(codes, scale.T.contiguous(), zero_point, scheme), None)
+
+
+class AutoAwqWriter:
+    """Writes integers of 4 bits, all with zero points: the middle code stands for none.
+
+    Linears with other groups than the rest are written in the largest groups that divide all.
+    """
+
+    def __init__(
+        self,
+        schemes: Mapping[str, LinearScheme],
+        shapes: Mapping[str, tuple[int, int]],
+        dense: Sequence[str],
+        kv_cache: KvCacheScheme | None,
+    ) -> None:
+        self._scheme = uniform("awq", (_NUM_BITS,), schemes, shapes, kv_cache)
+        self._quantized, self._dense = list(schemes), dense
+        for module, (out_features, _) in shapes.items():
+            if out_features % _PER_WORD:
+                raise UsageError(
+                    f"{module}: has {out_features} outputs; awq packs {_PER_WORD} of them a word and needs a "
+                    "multiple of that"
+                )
+
+    def encode(self, module: str, linear: Linear) -> dict[str, Tensor]:
+        """Raises UsageError for inputs in an order of their own."""
+        if linear.order is not None:
+            raise UsageError(
+                f"{module}: has groups of inputs from anywhere (g_idx), which awq does not know; write it "
+                "as gptq"
+            )
+        assert isinstance(linear.weight, QuantizedTensor)
+        weight = self._scheme.regroup(linear.weight)
+        zero_point = weight.zero_point
+        return {
+            f"{module}.qweight": _pack(weight.codes),
+            f"{module}.qzeros": _pack(
+                torch.zeros_like(weight.scale, dtype=torch.int8) if zero_point is None else zero_point
+            ),
+            f"{module}.scales": weight.scale.T.contiguous(),
+        }
+
+    def encode_kv(self, attention: str, scales: KvScales) -> dict[str, Tensor]:
+        """Never asked for: a quantized KV cache is refused."""
+        raise AssertionError(attention)
+
+    def config(self) -> dict[str, Any]:
+        """AutoAWQ's; it passes over a linear whose name holds one of ``modules_to_not_convert``."""
+        names: list[str] = []
+        for parts in brief(self._dense, [*self._quantized, *self._dense]):
+            name = parts[-1].removeprefix(".")
+            if len(parts) > 1 and self._passes_over(name):
+                names += [module for module in self._dense if module.endswith(parts[-1])]
+            else:
+                names.append(name)
+        for name in names:
+            if taken := self._passes_over(name):
+                raise UsageError(
+                    f"awq cannot leave {name} as it is without leaving {taken}, named like it, too"
+                )
+        return {
+            "quant_method": "awq",
+            "version": "gemm",
+            "bits": _NUM_BITS,
+            "group_size": self._scheme.group_size or -1,
+            "zero_point": True,
+            "modules_to_not_convert": names or None,
+        }
+
+    def _passes_over(self, name: str) -> str | None:
+        """A quantized linear that `name` would make AutoAWQ pass over."""
+        return next((module for module in self._quantized if name in module), None)
+
+    def files(self) -> dict[str, dict[str, Any]]:
+        """None."""
+        return {}
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Signed codes [N, R] as words [R, N / 8], the inverse of `_unpack`."""
+    outputs = codes.T.unflatten(1, (-1, _PER_WORD))
+    places = torch.empty_like(outputs)
+    places[..., list(_PLACES)] = outputs
+    packed: Tensor = pack_to_int32(places.flatten(1), _NUM_BITS)
+    return packed
 
 
 def _unpack(words: Tensor) -> Tensor:

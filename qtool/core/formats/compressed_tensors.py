@@ -5,8 +5,8 @@ Packed, a linear ``m`` becomes ``m.weight_packed`` [N, ceil(K*bits/32)] int32, `
 ``m.weight_packed`` [N, K/2] uint8 with ``m.weight_scale`` [N, G] and, for nvfp4, ``m.weight_global_scale``
 [1], by which scales are divided. Otherwise it is ``m.weight`` [N, K] with ``m.weight_scale`` and, when
 asymmetric, ``m.weight_zero_point`` [N, G]. Static activations add ``m.input_scale`` and
-``m.input_zero_point``, those of nvfp4 ``m.input_global_scale``; a quantized KV cache ``k_scale`` and ``v_scale``
-of each attention.
+``m.input_zero_point``, those of nvfp4 ``m.input_global_scale``; a quantized KV cache ``k_scale`` and
+``v_scale`` of each attention.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,7 +20,7 @@ from qtool.core.activation import Activation
 from qtool.core.formats.config_groups import Group, read_groups
 from qtool.core.formats.config_writing import write_groups
 from qtool.core.formats.kv_cache import KvLayout
-from qtool.core.formats.layouts import layout_of, load, store
+from qtool.core.formats.layouts import layout_of, load, shape_of, store
 from qtool.core.formats.parts import Parts
 from qtool.core.qtensor import KvScales, Linear, Quantized
 from qtool.core.schemes import IntScheme, KvCacheScheme, LinearScheme
@@ -47,6 +47,10 @@ class CompressedTensors:
     def scheme(self, module: str) -> LinearScheme:
         """The scheme of the config group that targets `module`."""
         return self._group(module).scheme
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """As stored, or from what lies beside the packed codes."""
+        return shape_of(Parts(self._checkpoint, module), self._group(module).layout)
 
     def read(self, module: str) -> Linear:
         """Read one linear; QtoolError names the tensor that is missing or damaged."""

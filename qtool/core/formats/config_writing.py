@@ -1,11 +1,11 @@
 """compressed-tensors' ``quantization_config``, as `config_groups` reads it."""
 
-import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from qtool.core.formats.layouts import layout_of
+from qtool.core.formats.naming import brief, regex
 from qtool.core.schemes import (
     ActivationScheme,
     Fp4Scheme,
@@ -34,7 +34,7 @@ def write_groups(
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{index}": {
-                "targets": patterns(modules, every),
+                "targets": _patterns(modules, every),
                 "weights": _weights(scheme.weight),
                 "input_activations": None if scheme.activation is None else _activations(scheme.activation),
                 "output_activations": None,
@@ -42,7 +42,7 @@ def write_groups(
             }
             for index, (scheme, modules) in enumerate(groups.items())
         },
-        "ignore": patterns(dense, every),
+        "ignore": _patterns(dense, every),
         "kv_cache_scheme": None if kv_cache is None else _kv_cache(kv_cache),
     }
 
@@ -103,20 +103,5 @@ def _args(num_bits: int, kind: str, **others: Any) -> dict[str, Any]:
     } | others
 
 
-def patterns(modules: Sequence[str], every: Sequence[str]) -> list[str]:
-    """Name `modules` briefly: one pattern for a linear of every layer, each name where layers differ."""
-    every_like: dict[str, set[str]] = defaultdict(set)
-    for module in every:
-        every_like[_any_layer(module)].add(module)
-    chosen: dict[str, list[str]] = defaultdict(list)
-    for module in modules:
-        chosen[_any_layer(module)].append(module)
-    patterns: list[str] = []
-    for like, members in chosen.items():
-        whole = len(members) > 1 and set(members) == every_like[like]
-        patterns += [f"re:{like}$"] if whole else members
-    return patterns
-
-
-def _any_layer(module: str) -> str:
-    return r"\d+".join(re.escape(part) for part in re.split(r"(?<=\.)\d+(?=\.)", module))
+def _patterns(modules: Iterable[str], every: Sequence[str]) -> list[str]:
+    return [parts[0] if len(parts) == 1 else f"re:{regex(parts)}" for parts in brief(modules, every)]

@@ -22,8 +22,9 @@ from qtool.errors import QtoolError
 if TYPE_CHECKING:
     from qtool.core.checkpoint import Checkpoint
 
-_ADDED = {"gptq": 1, "gptq_v2": 0}
+ADDED = {"gptq": 1, "gptq_v2": 0}
 """What is added to the stored zero points of each version."""
+NUM_BITS = (2, 3, 4, 8)
 
 
 class GptqFormat:
@@ -36,21 +37,20 @@ class GptqFormat:
         config = checkpoint.config["quantization_config"]
         where = f"{checkpoint.path / 'config.json'}: quantization_config"
         version = config.get("checkpoint_format") or "gptq"
-        if version not in _ADDED:
+        if version not in ADDED:
             raise QtoolError(
-                f"{where}.checkpoint_format is {version!r}, which is not supported; "
-                f"wanted {', '.join(_ADDED)}"
+                f"{where}.checkpoint_format is {version!r}, which is not supported; wanted {', '.join(ADDED)}"
             )
         if config.get("is_marlin_format") or config.get("pack_dtype", "int32") != "int32":
             raise QtoolError(f"{where} describes another packing than GPTQ's own, which is not supported")
         if any(not pattern.startswith("-") for pattern in config.get("dynamic") or ()):
             raise QtoolError(f"{where}.dynamic gives modules formats of their own, which is not supported")
         bits, group_size = config.get("bits"), config.get("group_size", 128)
-        if bits not in (2, 3, 4, 8):
+        if bits not in NUM_BITS:
             raise QtoolError(f"{where}.bits is {bits!r}, wanted 2, 3, 4 or 8")
         if not isinstance(group_size, int) or (group_size < 1 and group_size != -1):
             raise QtoolError(f"{where}.group_size is {group_size!r}, wanted a positive number or -1")
-        self._added = _ADDED[version]
+        self._added = ADDED[version]
         self._scheme = IntScheme(
             bits, None if group_size == -1 else group_size, symmetric=bool(config.get("sym", True))
         )
@@ -64,6 +64,11 @@ class GptqFormat:
         """The config's; where groups do not divide the inputs, with parts of groups that do."""
         rows, _ = Parts(self._checkpoint, module).shape("qweight")
         return LinearScheme(self._scheme_for(rows * 32 // self._scheme.num_bits))
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """From the packed codes' own."""
+        rows, out_features = Parts(self._checkpoint, module).shape("qweight")
+        return out_features, rows * 32 // self._scheme.num_bits
 
     def read(self, module: str) -> Linear:
         """Unpack one linear, its groups made contiguous by the order of its inputs."""

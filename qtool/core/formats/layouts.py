@@ -101,6 +101,17 @@ def load(parts: Parts, scheme: LinearScheme, layout: str, reordered: bool = Fals
     return Linear(codes, None, order, activation)
 
 
+def shape_of(parts: Parts, layout: str) -> tuple[int, int]:
+    """(N, K) of the linear that `parts` hold, without reading its codes."""
+    if layout == PACKED:
+        out_features, in_features = parts.read("weight_shape", torch.int64, (2,)).tolist()
+        return out_features, in_features
+    if layout in FP4.values():
+        out_features, size = parts.shape("weight_packed")
+        return out_features, size * 2
+    return parts.shape("weight")
+
+
 def _load_packed(parts: Parts, scheme: IntScheme) -> QuantizedTensor:
     bits = scheme.num_bits
     out_features, in_features = (int(size) for size in parts.read("weight_shape", torch.int64, (2,)))

@@ -62,7 +62,8 @@ class Parts:
         tensor = self._read(name, shapes)
         if not tensor.dtype.is_floating_point:
             raise self.error(name, f"holds {_name(tensor.dtype)}, wanted floating point numbers")
-        if not bool((tensor.isfinite() & (tensor != 0)).all()):
+        numbers = tensor if tensor.dtype.itemsize > 1 else tensor.float()
+        if not bool((numbers.isfinite() & (numbers != 0)).all()):
             raise self.error(name, "has zero or non-finite values; the checkpoint is damaged")
         return tensor
 

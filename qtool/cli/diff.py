@@ -1,0 +1,89 @@
+"""``qtool diff``: what differs between two checkpoints, or two manifests."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from qtool.quantize.diff import Difference, Side
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(help="Checkpoint folder, or a qtool_manifest.json.")],
+    b: Annotated[Path, typer.Argument(help="The same kind of thing.")],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every tensor as JSON.")] = False,
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="End with 1 when anything differs, as git diff does.")
+    ] = False,
+) -> None:
+    """Compare number formats, codes, weights and recorded errors, linear by linear.
+
+    Ends with 0 whether or not they differ, unless --exit-code is given.
+    """
+    import json
+
+    from rich.console import Console
+
+    from qtool.quantize.diff import diff as compare
+
+    found = list(compare(a, b))
+    if as_json:
+        typer.echo(json.dumps([one.model_dump(exclude_none=True) for one in found], indent=2))
+    else:
+        Console().print(_table(found))
+        same = sum(one.same for one in found)
+        typer.echo(f"{same} of {len(found)} are the same")
+    if exit_code and not all(one.same for one in found):
+        raise typer.Exit(1)
+
+
+def _table(found: Iterable["Difference"]) -> "Table":
+    """One row for the like-named of all layers that have the same formats."""
+    from rich.table import Table
+
+    from qtool.core.formats.naming import without_layer
+
+    rows: dict[tuple[str, str, str], list[Difference]] = defaultdict(list)
+    for one in found:
+        rows[without_layer(one.name), _scheme(one.a), _scheme(one.b)].append(one)
+    table = Table()
+    for heading in ("name", "of", "a", "b", "same codes", "max |a - b|", "mean", "relative", "SQNR a", "b"):
+        table.add_column(heading, overflow="fold")
+    for (name, *schemes), members in rows.items():
+        codes = [one.same_codes for one in members if one.same_codes is not None]
+        table.add_row(
+            name,
+            str(len(members)),
+            *schemes,
+            f"{sum(codes)}/{len(codes)}" if codes else "",
+            _number(max, [one.max_abs for one in members]),
+            _number(_mean, [one.mean_abs for one in members]),
+            _number(_mean, [one.relative for one in members]),
+            _sqnr([one.a for one in members]),
+            _sqnr([one.b for one in members]),
+        )
+    return table
+
+
+def _scheme(side: "Side | None") -> str:
+    return "(none)" if side is None else side.scheme
+
+
+def _number(reduce: Callable[[Sequence[float]], float], values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{reduce(known):.3g}" if known else ""
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _sqnr(sides: Sequence["Side | None"]) -> str:
+    known = [side.record.sqnr_db for side in sides if side is not None and side.record is not None]
+    return f"{_mean(known):.1f} dB" if known else ""

@@ -1,0 +1,92 @@
+"""Write the GPTQ layout, see `gptq`: version 1, which every engine reads, and version 2."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from torch import Tensor
+
+from qtool.core.formats.gptq import ADDED, NUM_BITS
+from qtool.core.formats.naming import brief, regex
+from qtool.core.formats.uniform import uniform
+from qtool.core.qtensor import KvScales, Linear, QuantizedTensor
+from qtool.core.schemes import KvCacheScheme, LinearScheme
+from qtool.errors import UsageError
+
+
+class GptqWriter:
+    """Writes integers of 2, 3, 4 or 8 bits, with the group of each input as ``g_idx``.
+
+    Linears with other groups than the rest are written in the largest groups that divide all.
+    """
+
+    version = "gptq"
+
+    def __init__(
+        self,
+        schemes: Mapping[str, LinearScheme],
+        shapes: Mapping[str, tuple[int, int]],
+        dense: Sequence[str],
+        kv_cache: KvCacheScheme | None,
+    ) -> None:
+        self._scheme = uniform(self.version, NUM_BITS, schemes, shapes, kv_cache)
+        self._quantized, self._dense = list(schemes), dense
+        self._reordered = False
+        bits = self._scheme.num_bits
+        for module, shape in shapes.items():
+            if any(size * bits % 32 for size in shape):
+                raise UsageError(
+                    f"{module}: has the shape {shape}; {self.version} packs codes of {bits} bits into whole "
+                    "words of 32 along either"
+                )
+
+    def encode(self, module: str, linear: Linear) -> dict[str, Tensor]:
+        """Codes in the order of the inputs."""
+        assert isinstance(linear.weight, QuantizedTensor)
+        weight, bits = self._scheme.regroup(linear.weight), self._scheme.num_bits
+        in_features, groups = weight.shape[1], weight.scale.shape[1]
+        group_of = torch.arange(in_features) // (in_features // groups)
+        codes = weight.codes
+        if linear.order is not None:
+            self._reordered = True
+            places = linear.order.argsort()
+            codes, group_of = codes[:, places], group_of[places]
+        zero_point = torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point
+        low = weight.scheme.low
+        stored = (zero_point.short() - low - ADDED[self.version]).remainder(1 << bits) + low
+        return {
+            f"{module}.qweight": pack_to_int32(codes.T.contiguous(), bits, packed_dim=0),
+            f"{module}.qzeros": pack_to_int32(stored.to(torch.int8).T.contiguous(), bits),
+            f"{module}.scales": weight.scale.T.contiguous(),
+            f"{module}.g_idx": group_of.to(torch.int32),
+        }
+
+    def encode_kv(self, attention: str, scales: KvScales) -> dict[str, Tensor]:
+        """Never asked for: a quantized KV cache is refused."""
+        raise AssertionError(attention)
+
+    def config(self) -> dict[str, Any]:
+        """GPTQModel's, asked for when all is encoded; ``dynamic`` names the linears that stay as they are."""
+        dense = brief(self._dense, [*self._quantized, *self._dense])
+        return {
+            "quant_method": "gptq",
+            "checkpoint_format": self.version,
+            "bits": self._scheme.num_bits,
+            "group_size": self._scheme.group_size or -1,
+            "sym": self._scheme.symmetric,
+            "desc_act": self._reordered,
+            "lm_head": "lm_head" in self._quantized,
+            "pack_dtype": "int32",
+            "dynamic": {f"-:{regex(parts)}": {} for parts in dense},
+        }
+
+    def files(self) -> dict[str, dict[str, Any]]:
+        """The same config, where AutoGPTQ looks for it."""
+        return {"quantize_config.json": self.config()}
+
+
+class GptqV2Writer(GptqWriter):
+    """The same with zero points as they are, for engines that read version 2."""
+
+    version = "gptq_v2"
