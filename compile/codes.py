@@ -19,13 +19,13 @@ def stored_bits(scheme: IntScheme) -> int:
 def code_bytes(codes: torch.Tensor, weight: QuantizedTensor) -> tuple[NDArray[np.uint8], bool]:
     """Codes or zero points of `weight` as row-major bytes, and whether they are signed.
 
-    Symmetric codes stay signed, others are shifted to unsigned. Those of up to 4 bits lie two a byte, the
-    first in the low nibble.
+    Symmetric codes stay signed, others are shifted to unsigned, zero to the middle of the stored range. Those
+    of up to 4 bits lie two a byte, the first in the low nibble.
     """
-    signed = weight.zero_point is None
-    shifted = codes if signed else codes.to(torch.int16) - weight.scheme.low
+    signed, bits = weight.zero_point is None, stored_bits(weight.scheme)
+    shifted = codes if signed else codes.to(torch.int16) + (1 << (bits - 1))
     values = shifted.to(torch.uint8).contiguous().numpy().reshape(-1)
-    return pack4(values) if stored_bits(weight.scheme) == 4 else values, signed
+    return pack4(values) if bits == 4 else values, signed
 
 
 def pack4(values: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -14,7 +14,8 @@ from onnx import TensorProto
 from qtool.compile.backends.onnx_graph import Graph, Tensor
 from qtool.compile.backends.onnx_weights import floats, matrix, scales_of, stored_codes
 from qtool.compile.codes import codes_at_once
-from qtool.core.activation import FP8_MAX, Activation
+from qtool.core.activation import FP8_MAX, LEAST_BLOCK, Activation
+from qtool.core.fp4 import FP4_MAX
 from qtool.core.qtensor import Fp4Tensor, Fp8Tensor, Linear, QuantizedTensor
 from qtool.core.schemes import LinearScheme
 
@@ -116,18 +117,36 @@ def fake_quantize(graph: Graph, x: str, activation: Activation) -> str:
 
 
 def _round(graph: Graph, x: str, activation: Activation) -> str:
+    if activation.scheme.kind == "nvfp4":
+        return _round_nvfp4(graph, x, activation)
     scale, zero_point = _range(graph, x, activation)
     codes = graph.node("Add", graph.node("Div", x, scale), zero_point)
     fp8 = activation.scheme.kind == "fp8"
     low, high = (-FP8_MAX, FP8_MAX) if fp8 else (-128.0, 127.0)
     codes = graph.node("Clip", codes, _float(graph, low), _float(graph, high))
-    if fp8:
-        codes = graph.node(
-            "Cast", graph.node("Cast", codes, to=TensorProto.FLOAT8E4M3FN), to=TensorProto.FLOAT
-        )
-    else:
-        codes = graph.node("Round", codes)
+    codes = _round_fp8(graph, codes) if fp8 else graph.node("Round", codes)
     return graph.node("Mul", graph.node("Sub", codes, zero_point), scale)
+
+
+def _round_nvfp4(graph: Graph, x: str, activation: Activation) -> str:
+    """e2m1 has steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6; halves go to the even multiple of a step."""
+    assert activation.scale is not None
+    factor = _float(graph, 1 / np.float32(activation.scale))
+    largest = graph.node("ReduceMax", graph.node("Abs", x), graph.integers(-1), keepdims=1)
+    block = graph.node("Mul", factor, graph.node("Div", largest, _float(graph, FP4_MAX)))
+    block = _round_fp8(graph, graph.node("Min", block, _float(graph, FP8_MAX)))
+    none = graph.node("Equal", block, _float(graph, 0))
+    scale = graph.node("Div", graph.node("Where", none, _float(graph, LEAST_BLOCK), block), factor)
+    codes = graph.node("Clip", graph.node("Div", x, scale), _float(graph, -FP4_MAX), _float(graph, FP4_MAX))
+    size, step = graph.node("Abs", codes), _float(graph, 2)
+    for bound, finer in ((4, 1.0), (2, 0.5)):
+        step = graph.node("Where", graph.node("Less", size, _float(graph, bound)), _float(graph, finer), step)
+    codes = graph.node("Mul", graph.node("Round", graph.node("Div", codes, step)), step)
+    return graph.node("Mul", codes, scale)
+
+
+def _round_fp8(graph: Graph, x: str) -> str:
+    return graph.node("Cast", graph.node("Cast", x, to=TensorProto.FLOAT8E4M3FN), to=TensorProto.FLOAT)
 
 
 def _range(graph: Graph, x: str, activation: Activation) -> tuple[str, str]:
@@ -147,8 +166,9 @@ def _range(graph: Graph, x: str, activation: Activation) -> tuple[str, str]:
 
 
 def _positive(graph: Graph, scale: str) -> str:
-    """A token of zeros has no range: any scale gives zeros back."""
-    return graph.node("Where", graph.node("Equal", scale, _float(graph, 0)), _float(graph, 1), scale)
+    """A token of zeros has no range: any scale gives zeros back, a small one without the sums' rounding."""
+    least = _float(graph, float(np.finfo(np.float32).eps))
+    return graph.node("Where", graph.node("Equal", scale, _float(graph, 0)), least, scale)
 
 
 def _float(graph: Graph, value: float) -> str:

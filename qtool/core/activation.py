@@ -11,7 +11,7 @@ from qtool.core.schemes import ActivationScheme
 FP8_MAX = 448.0
 """The largest number of float8_e4m3fn."""
 
-_LEAST_BLOCK = 0.125
+LEAST_BLOCK = 0.125
 """What a block's scale becomes that float8_e4m3fn rounds to zero."""
 
 
@@ -53,7 +53,7 @@ class Activation:
         factor = 1 / torch.tensor(self.scale)  # divided by what the file stores, as compressed-tensors does
         largest = x.float().abs().amax(-1, keepdim=True)
         block = (factor * (largest / FP4_MAX)).clamp(max=FP8_MAX).to(torch.float8_e4m3fn).float()
-        scale = torch.where(block == 0, _LEAST_BLOCK, block) / factor
+        scale = torch.where(block == 0, LEAST_BLOCK, block) / factor
         return (fp4_values(fp4_codes(x.float() / scale)) * scale).to(x.dtype)
 
     def _range(self, x: Tensor) -> tuple[Tensor | float, Tensor | int]:

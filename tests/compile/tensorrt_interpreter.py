@@ -1,8 +1,8 @@
 """An interpreter of TensorRT networks in torch: what a parsed graph computes, layer by layer, without a GPU.
 
 It walks the network that the builder is given, so the parser's own work, where inputs have been dropped and
-weights misread, is under test too. Only the bytes of 4-bit constants are the graph's, by name: the Python
-bindings hand them out to nobody.
+weights misread, is under test too. Only the bytes of constants in 4 bits and fp8 are the graph's, by name:
+the Python bindings hand them out to nobody.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,7 @@ DTYPES = {
     trt.DataType.INT64: torch.int64,
     trt.DataType.BOOL: torch.bool,
     trt.DataType.INT8: torch.int8,
+    trt.DataType.FP8: torch.float8_e4m3fn,
 }
 
 
@@ -41,19 +42,21 @@ class Interpreter:
         self._network = self._builder.create_network(0)
         parser = trt.OnnxParser(self._network, self._logger)
         assert parser.parse_from_file(str(model))
-        self._codes = _four_bit_weights(model)
+        self._codes = _codes(model)
         kinds = trt.LayerType
         self._kinds: dict[Any, Callable[..., Tensor]] = {
             kinds.CONSTANT: self._constant,
             kinds.CAST: lambda layer, x: self._to(x, layer.to_type),
+            kinds.QUANTIZE: _quantize,
             kinds.DEQUANTIZE: self._dequantize,
+            kinds.SELECT: lambda layer, mask, a, b: torch.where(mask, a, b),
             kinds.GATHER: _gather,
             kinds.SHUFFLE: _shuffle,
             kinds.SHAPE: lambda layer, x: torch.tensor(x.shape),
             kinds.CONCATENATION: lambda layer, *xs: torch.cat(xs, layer.axis),
             kinds.ELEMENTWISE: lambda layer, a, b: _ELEMENTWISE[layer.op](a, b),
             kinds.UNARY: lambda layer, x: _UNARY[layer.op](x),
-            kinds.ACTIVATION: lambda layer, x: _ACTIVATIONS[layer.type](x),
+            kinds.ACTIVATION: lambda layer, x: _ACTIVATIONS[layer.type](layer, x),
             kinds.REDUCE: _reduce,
             kinds.MATRIX_MULTIPLY: _matmul,
             kinds.SLICE: _slice,
@@ -103,23 +106,36 @@ class Interpreter:
         return self._number(torch.from_numpy(values))
 
     @staticmethod
-    def _dequantize(layer: Any, codes: Tensor, scale: Tensor) -> Tensor:
-        """Blocks along the axis where codes outnumber scales; one scale a channel for 8-bit codes."""
-        if scale.dim() == 1:
+    def _dequantize(layer: Any, codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+        """Blocks along the axis where codes outnumber scales; one scale a channel, or in all, for 8 bits."""
+        assert zero_point is None or not zero_point.any()
+        if scale.dim() < 2:
             shape = [-1 if axis == layer.axis else 1 for axis in range(codes.dim())]
-            return codes.to(scale.dtype) * scale.view(shape)
+            return codes.to(scale.dtype) * (scale.view(shape) if scale.numel() > 1 else scale)
         rows, columns = codes.shape
         assert columns == scale.shape[1]
         return codes.to(scale.dtype) * scale.repeat_interleave(rows // len(scale), 0)
 
 
-def _four_bit_weights(model: Path) -> dict[str, Tensor]:
-    proto = onnx.load(model)
-    return {
-        tensor.name: torch.from_numpy(numpy_helper.to_array(tensor).astype(np.int8))
-        for tensor in proto.graph.initializer
-        if tensor.data_type == TensorProto.INT4
-    }
+def _codes(model: Path) -> dict[str, Tensor]:
+    found = {}
+    for tensor in onnx.load(model).graph.initializer:
+        if tensor.data_type == TensorProto.INT4:
+            found[tensor.name] = torch.from_numpy(numpy_helper.to_array(tensor).astype(np.int8))
+        elif tensor.data_type == TensorProto.FLOAT8E4M3FN:
+            raw = np.frombuffer(tensor.raw_data, np.uint8).reshape(tuple(tensor.dims)).copy()
+            found[tensor.name] = torch.from_numpy(raw).view(torch.float8_e4m3fn)
+    return found
+
+
+def _quantize(layer: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+    """One scale for all; what is beyond the largest code becomes it."""
+    assert scale.numel() == 1
+    assert zero_point is None or not zero_point.float().any()
+    if layer.to_type == trt.DataType.FP8:
+        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert layer.to_type == trt.DataType.INT8
+    return (x / scale).round().clamp(-128, 127).to(torch.int8)
 
 
 def _dtype_of(tensor: Any) -> torch.dtype:
@@ -165,7 +181,7 @@ def _matmul(layer: Any, a: Tensor, b: Tensor) -> Tensor:
     return sides[0] @ sides[1]
 
 
-def _slice(layer: Any, x: Tensor, start: Tensor | None, size: Tensor | None = None) -> Tensor:
+def _slice(layer: Any, x: Tensor, start: Tensor | None = None, size: Tensor | None = None) -> Tensor:
     assert layer.mode == trt.SampleMode.STRICT_BOUNDS
     assert set(layer.stride) == {1}
     starts = list(layer.start) if start is None else start.tolist()
@@ -203,15 +219,25 @@ _ELEMENTWISE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     trt.ElementWiseOperation.PROD: torch.mul,
     trt.ElementWiseOperation.DIV: torch.div,
     trt.ElementWiseOperation.POW: torch.pow,
+    trt.ElementWiseOperation.MIN: torch.minimum,
+    trt.ElementWiseOperation.MAX: torch.maximum,
+    trt.ElementWiseOperation.EQUAL: torch.eq,
 }
 _UNARY: dict[Any, Callable[[Tensor], Tensor]] = {
     trt.UnaryOperation.SQRT: torch.sqrt,
     trt.UnaryOperation.RECIP: torch.reciprocal,
     trt.UnaryOperation.SIN: torch.sin,
     trt.UnaryOperation.COS: torch.cos,
+    trt.UnaryOperation.ABS: torch.abs,
+    trt.UnaryOperation.ROUND: torch.round,
 }
-_ACTIVATIONS: dict[Any, Callable[[Tensor], Tensor]] = {trt.ActivationType.SIGMOID: torch.sigmoid}
+_ACTIVATIONS: dict[Any, Callable[[Any, Tensor], Tensor]] = {
+    trt.ActivationType.SIGMOID: lambda layer, x: torch.sigmoid(x),
+    trt.ActivationType.CLIP: lambda layer, x: x.clamp(layer.alpha, layer.beta),
+}
 _REDUCE: dict[Any, Callable[[Tensor, list[int], bool], Tensor]] = {
     trt.ReduceOperation.AVG: torch.mean,
     trt.ReduceOperation.SUM: torch.sum,
+    trt.ReduceOperation.MAX: torch.amax,
+    trt.ReduceOperation.MIN: torch.amin,
 }

@@ -124,7 +124,7 @@ def test_4_bit_weights_under_8_bit_activations_are_refused(tmp_path: Path) -> No
         helper.make_node("DequantizeLinear", ["w", "s"], ["wd"], axis=0, block_size=32),
         helper.make_node("MatMul", ["xi", "wd"], ["y"], name="product"),
     ]
-    with pytest.raises(QtoolError, match=r"product multiplies weights in groups or in 4 bits.*only the first group's"):
+    with pytest.raises(QtoolError, match=r"product multiplies weights in groups or .*only the first group's"):
         read_graph(graph_of(tmp_path, nodes, SCALE | EIGHT_BIT))
     alone = [nodes[3], helper.make_node("MatMul", ["x", "wd"], ["y"])]
     assert read_graph(graph_of(tmp_path, alone, SCALE)).int4_blocks == {32}

@@ -79,8 +79,9 @@ def fold_zero_points(model: Path) -> int:
 
 
 def _ranks(proto: onnx.ModelProto) -> dict[str, int]:
-    inferred = onnx.shape_inference.infer_shapes(proto)
-    return {value.name: len(value.type.tensor_type.shape.dim) for value in inferred.graph.value_info}
+    graph = onnx.shape_inference.infer_shapes(proto).graph
+    values = (*graph.input, *graph.value_info)
+    return {value.name: len(value.type.tensor_type.shape.dim) for value in values}
 
 
 def _correction(
