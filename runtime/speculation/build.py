@@ -1,0 +1,125 @@
+"""From the words of an option to a speculator."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from qtool.core.lazy import load
+from qtool.errors import UsageError
+from qtool.runtime.engines import open_engine
+from qtool.runtime.engines.contract import Engine
+from qtool.runtime.scheduler import SchedulerConfig
+from qtool.runtime.speculation.contract import Drafter
+from qtool.runtime.speculation.decide import StepTimes
+from qtool.runtime.speculation.draft_model import DraftModel, refuse_other_vocabulary
+from qtool.runtime.speculation.ngram import NgramDrafter
+from qtool.runtime.speculation.speculator import Speculator
+from qtool.runtime.sweep import measure_verify_times
+from qtool.runtime.tokenizer import Tokenizer
+
+DRAFT_FOLDER = "draft"
+"""In an engine's folder: the draft model or the heads that were compiled with it."""
+_HEAD_CONFIG = "head.json"
+_MOST_ROWS = 128
+_KINDS = "off, ngram, draft=PATH, heads=PATH or auto"
+
+Kind = Literal["off", "ngram", "draft", "heads", "auto"]
+OpenHeads = Callable[[Path, Engine], Drafter]
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """How to speculate."""
+
+    kind: Kind = "off"
+    """auto is n-grams, and what the engine's folder has under `draft` as well."""
+    path: Path | None = None
+    """Of the draft model or the heads."""
+    num_tokens: int | None = None
+    """Tokens of every draft; None decides at each step, nothing included."""
+    block_verification: bool = False
+    """Whether the tokens of a drawn chain are accepted together rather than one by one."""
+    store_tokens: int = 0
+    """Tokens of recent answers, for each cache salt, that n-grams are looked up in too."""
+    kv_cache_tokens: int | None = None
+    """Of the draft model's pool; None is the target's."""
+    threads: int | None = None
+    """Of the draft model."""
+    device: str | None = None
+    """Of the draft model."""
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.kind in ("draft", "heads")):
+            raise UsageError(f"speculative: is {self.kind} and path {self.path}; wanted {_KINDS}")
+        if self.num_tokens is not None and self.num_tokens < 1:
+            raise UsageError(f"speculative_tokens must be at least 1, got {self.num_tokens}")
+        if self.store_tokens < 0:
+            raise UsageError(f"store_tokens must be at least 0, got {self.store_tokens}")
+
+
+def parse_kind(text: str) -> tuple[Kind, Path | None]:
+    """Read what drafts: ``off``, ``ngram``, ``auto``, ``draft=PATH`` or ``heads=PATH``. UsageError for
+    anything else."""
+    kind, _, path = text.partition("=")
+    match kind:
+        case "off" | "ngram" | "auto" if not path:
+            return kind, None
+        case "draft" | "heads" if path:
+            return kind, Path(path)
+    raise UsageError(f"speculative: is {text!r}; wanted {_KINDS}")
+
+
+def parse_tokens(text: str) -> int | None:
+    """Read a number of tokens, or ``auto`` as None. UsageError for anything else."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"speculative_tokens: is {text!r}; wanted a number of 1 or more, or auto")
+    return int(text)
+
+
+def make_speculator(
+    config: SpeculationConfig, limits: SchedulerConfig, engine: Engine, tokenizer: Tokenizer, path: Path
+) -> Speculator | None:
+    """What drafts for an engine that was opened from `path`; None for off.
+
+    Opens and times what drafts, and times the engine, where K is to be decided: nothing may be in its pool.
+    """
+    if config.kind == "off":
+        return None
+    drafters = _drafters(config, engine, tokenizer, path)
+    times = None if config.num_tokens is not None else _times(engine, limits)
+    return Speculator(
+        drafters,
+        times,
+        engine.vocab_size,
+        num_tokens=config.num_tokens,
+        block_verification=config.block_verification,
+    )
+
+
+def _times(engine: Engine, limits: SchedulerConfig) -> StepTimes:
+    return StepTimes(measure_verify_times(engine, min(_MOST_ROWS, limits.max_num_batched_tokens)))
+
+
+def _drafters(config: SpeculationConfig, engine: Engine, tokenizer: Tokenizer, path: Path) -> list[Drafter]:
+    if config.path is not None:
+        return [_open(config.kind, config.path, config, engine, tokenizer)]
+    found: list[Drafter] = [NgramDrafter(store_tokens=config.store_tokens)]
+    folder = path / DRAFT_FOLDER
+    if config.kind == "auto" and folder.is_dir():
+        kind: Kind = "heads" if (folder / _HEAD_CONFIG).is_file() else "draft"
+        found.append(_open(kind, folder, config, engine, tokenizer))
+    return found
+
+
+def _open(kind: Kind, path: Path, config: SpeculationConfig, engine: Engine, tokenizer: Tokenizer) -> Drafter:
+    if kind == "heads":
+        opened: Drafter = load("qtool.runtime.speculation.heads:open_heads", extra="torch")(path, engine)
+        return opened
+    refuse_other_vocabulary(tokenizer, Tokenizer.load(path), engine.vocab_size)
+    kv_cache_tokens = config.kv_cache_tokens or engine.num_blocks * engine.block_size
+    draft = open_engine(path, kv_cache_tokens=kv_cache_tokens, threads=config.threads, device=config.device)
+    sweep = measure_verify_times(draft, _MOST_ROWS)
+    return DraftModel(draft, StepTimes(sweep), engine.vocab_size)
