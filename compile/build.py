@@ -92,6 +92,8 @@ def check_target(
     kv_bytes, takes_options = TARGETS[target].kv_bytes, TARGETS[target].takes_options
     if tensorrt is not None and not takes_options:
         raise UsageError(f"target {target} has no use for the options of TensorRT; leave them out")
+    if tensorrt is not None and tensorrt.attention == "plugin" and target != "tensorrt":
+        raise UsageError(f"target {target} has no plugins; leave attention: plugin out")
     if dynamic_quantization is not None and target != "openvino":
         raise UsageError(f"target {target} has no use for dynamic_quantization; leave it out")
     kv_cache = kv_cache or next(iter(kv_bytes))

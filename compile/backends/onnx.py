@@ -213,15 +213,21 @@ class Onnx:
 
     def _past_and_new(self, name: str, new: Rows, attention: Attention) -> str:
         """The keys or values [B, Hkv, P + S, D] of the pool's slots, then of the new tokens."""
-        heads, head_dim = attention.num_kv_heads, attention.head_dim
-        pool = self._graph.input(
-            name.replace(".", "_pool."), self._kind, ["pool_rows", self._block_size, head_dim]
-        )
-        entries = self._heads(new, head_dim)
-        self.new_entries[f"new_{name}"] = entries, ("B", heads, "S", head_dim)
-        blocks = self._graph.node("Gather", pool, self._rows_of(heads), axis=0)
-        past = self._reshape(blocks, 0, 0, -1, head_dim)
+        pool, entries = self._pool(name, attention), self._give_out(name, new, attention)
+        blocks = self._graph.node("Gather", pool, self._rows_of(attention.num_kv_heads), axis=0)
+        past = self._reshape(blocks, 0, 0, -1, attention.head_dim)
         return self._graph.node("Concat", past, entries, axis=2)
+
+    def _pool(self, name: str, attention: Attention) -> str:
+        """The pool of a layer's keys or values, as ``key.0`` names them."""
+        shape = ["pool_rows", self._block_size, attention.head_dim]
+        return self._graph.input(name.replace(".", "_pool."), self._kind, shape)
+
+    def _give_out(self, name: str, new: Rows, attention: Attention) -> str:
+        """New keys or values [B, Hkv, S, D], which become outputs of the graph."""
+        entries = self._heads(new, attention.head_dim)
+        self.new_entries[f"new_{name}"] = entries, ("B", attention.num_kv_heads, "S", attention.head_dim)
+        return entries
 
     def _rows_of(self, heads: int) -> str:
         """The pool's rows [B, Hkv, M] that hold each head of the blocks of the past."""
@@ -265,15 +271,17 @@ def write_onnx(
     dtype: torch.dtype = torch.float32,
     block_size: int = BLOCK_SIZE,
     hidden_layers: Sequence[HiddenLayer] = (),
+    make: Callable[[Graph, torch.dtype, int], Onnx] = Onnx,
 ) -> Path:
     """Write the decoder as ``model.onnx`` with its weights beside it; the path of the former.
 
     `dtype`, float32 or float16, is what the graph computes in and what its pools hold. Weights are read
-    one by one and streamed to the file. Raises QtoolError for a weight that float16 cannot hold.
+    one by one and streamed to the file. `make` makes the operations, which may have nodes of their own.
+    Raises QtoolError for a weight that float16 cannot hold.
     """
     with (folder / DATA).open("wb") as data:
         graph = Graph(data, DATA)
-        backend = Onnx(graph, dtype, block_size)
+        backend = make(graph, dtype, block_size)
         decoded = decode(config, weights, backend, hidden_layers)
     outputs = {"logits": (decoded.logits.name, ["R", config.vocab_size])}
     if decoded.hidden:

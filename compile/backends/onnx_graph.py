@@ -39,6 +39,7 @@ class Graph:
         self._nodes: list[onnx.NodeProto] = []
         self._inputs: dict[str, onnx.ValueInfoProto] = {}
         self._outputs: list[onnx.ValueInfoProto] = []
+        self._declared: list[onnx.ValueInfoProto] = []
         self._weights: list[onnx.TensorProto] = []
         self._constants: dict[tuple[bytes, int, tuple[int, ...]], str] = {}
 
@@ -52,15 +53,21 @@ class Graph:
         self._nodes.append(helper.make_node("Identity", [value], [name], name=name))
         self._outputs.append(helper.make_tensor_value_info(name, kind, shape))
 
+    def declare(self, value: str, kind: int, shape: Sequence[Dimension]) -> None:
+        """Say what a tensor is that cannot be inferred, being made by an operator that ONNX does not know."""
+        self._declared.append(helper.make_tensor_value_info(value, kind, shape))
+
     def node(self, operator: str, *inputs: str, **attributes: Attribute) -> str:
         """An operator with one output."""
         return self.nodes(operator, inputs, 1, **attributes)[0]
 
-    def nodes(self, operator: str, inputs: Sequence[str], count: int, **attributes: Attribute) -> list[str]:
-        """An operator with `count` outputs."""
+    def nodes(
+        self, operator: str, inputs: Sequence[str], count: int, *, domain: str = "", **attributes: Attribute
+    ) -> list[str]:
+        """An operator with `count` outputs, ONNX's own unless it is of another `domain`."""
         name = f"{operator}_{len(self._nodes)}"
         outputs = [f"{name}.{index}" for index in range(count)]
-        node = helper.make_node(operator, inputs, outputs, name=name)
+        node = helper.make_node(operator, inputs, outputs, name=name, domain=domain)
         node.attribute.extend(helper.make_attribute(*pair) for pair in attributes.items())
         self._nodes.append(node)
         return outputs
@@ -97,11 +104,20 @@ class Graph:
     def model(self, name: str) -> onnx.ModelProto:
         """The graph as a model, whose weights are in the file."""
         graph = helper.make_graph(
-            self._nodes, name, list(self._inputs.values()), self._outputs, initializer=self._weights
+            self._nodes,
+            name,
+            list(self._inputs.values()),
+            self._outputs,
+            initializer=self._weights,
+            value_info=self._declared,
         )
+        others = sorted({node.domain for node in self._nodes} - {""})
         return helper.make_model(
             graph,
-            opset_imports=[helper.make_opsetid("", OPSET)],
+            opset_imports=[
+                helper.make_opsetid("", OPSET),
+                *(helper.make_opsetid(domain, 1) for domain in others),
+            ],
             ir_version=_IR_VERSION,
             producer_name="qtool",
         )

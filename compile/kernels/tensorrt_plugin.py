@@ -1,9 +1,8 @@
 """Paged attention as quickly deployable TensorRT plugins whose kernels are compiled ahead of time.
 
-Two plugins, `qtool::attend` and `qtool::merge`: a plugin launches one kernel. Together they take what the
-native graph takes (the pool, block tables, new keys and values, which stay the network's outputs) and give
-the attention's output, so that the runtime need not know which of the two an engine holds. The kernels go
-into the engine: to run it takes neither Python nor Triton.
+Two plugins, `qtool::attend` and `qtool::merge`: a plugin launches one kernel. Graphs with them are written by
+`qtool.compile.backends.onnx_plugin`; TensorRT's parser finds them by name, version 1 and namespace. The
+kernels go into the engine: to run it takes neither Python nor Triton.
 
 `tensorrt` (10.9 and later) is imported when the plugins are registered; TensorRT-RTX has none of this.
 """
@@ -23,7 +22,6 @@ from qtool.compile.kernels.spec import (
     num_splits,
     tiles,
 )
-from qtool.errors import UsageError
 
 INPUTS = (
     "queries",
@@ -49,7 +47,7 @@ ATTEND_ATTRIBUTES: dict[str, type] = {
     "block_size": int,
     "scale": float,
     "window": int,
-    "has_tree": bool,
+    "has_tree": int,
     "compute_capability": int,
 }
 MERGE_ATTRIBUTES: dict[str, type] = {"head_dim": int, "dtype": str, "compute_capability": int}
@@ -58,39 +56,12 @@ Tensors = Mapping[str, Any]
 Attributes = Mapping[str, Any]
 
 
-def add_paged_attention(network: Any, spec: AttentionSpec, cc: int, tensors: Tensors) -> Any:
-    """Add attention to an INetworkDefinition for a GPU of capability `cc`; the output's ITensor [T, H, D].
-
-    `tensors` holds an ITensor for each name of INPUTS. Raises UsageError naming those that are missing.
-    """
-    missing = [name for name in INPUTS if name not in tensors]
-    if missing:
-        raise UsageError(f"paged attention plugin: no tensor for {', '.join(missing)}")
-    operations = register()
-    attributes = {
-        "num_heads": spec.num_heads,
-        "num_kv_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "block_size": spec.block_size,
-        "scale": spec.scale,
-        "window": spec.window,
-        "has_tree": spec.tree,
-        "compute_capability": cc,
-    }
-    parts = network.add_plugin(operations.attend(*(tensors[name] for name in INPUTS), **attributes), aot=True)
-    merge = operations.merge(
-        parts.get_output(0),
-        parts.get_output(1),
-        head_dim=spec.head_dim,
-        dtype=spec.dtype,
-        compute_capability=cc,
-    )
-    return network.add_plugin(merge, aot=True).get_output(0)
-
-
 @cache
-def register() -> Any:
-    """Describe both plugins to TensorRT, once; the namespace `tensorrt.plugin.op.qtool` that makes them."""
+def register(*, lazily: bool = False) -> None:
+    """Describe both plugins to TensorRT, once for a process.
+
+    `lazily` keeps them from TensorRT's own registry, where a parser looks for them.
+    """
     import tensorrt as trt
     import tensorrt.plugin as trtp
 
@@ -101,7 +72,7 @@ def register() -> Any:
         shape = ("num_heads", "num_kv_heads", "head_dim", "block_size", "scale", "window")
         return AttentionSpec(
             **{name: attributes[name] for name in shape},
-            tree=attributes["has_tree"],
+            tree=bool(attributes["has_tree"]),
             dtype=dtypes[tensors["queries"].dtype],
             pool_dtype=pool_dtypes[tensors["key_pool"].dtype],
             split=True,
@@ -152,15 +123,13 @@ def register() -> Any:
     implementation = tuple[str, str, trtp.KernelLaunchParams, trtp.SymExprs]
     attend = partial(_declared, dict.fromkeys(INPUTS, one), ATTEND_ATTRIBUTES)
     merge = partial(_declared, dict.fromkeys(("parts", "lse"), one), MERGE_ATTRIBUTES)
-    # Lazily: made known to TensorRT's registry once a network asks for them.
-    trtp.register("qtool::attend", lazy_register=True)(attend(describe_attend, {}, two))
+    trtp.register("qtool::attend", lazy_register=lazily)(attend(describe_attend, {}, two))
     trtp.autotune("qtool::attend")(attend(tune_attend, {"outputs": two}, list[trtp.AutoTuneCombination]))
     outputs = {"outputs": two, "tactic": int}
     trtp.aot_impl("qtool::attend")(attend(implement_attend, outputs, implementation))
-    trtp.register("qtool::merge", lazy_register=True)(merge(describe_merge, {}, one))
+    trtp.register("qtool::merge", lazy_register=lazily)(merge(describe_merge, {}, one))
     outputs = {"outputs": tuple[trtp.TensorDesc], "tactic": int}
     trtp.aot_impl("qtool::merge")(merge(implement_merge, outputs, implementation))
-    return trtp.op.qtool
 
 
 def _declared(

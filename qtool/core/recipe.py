@@ -154,6 +154,10 @@ class TensorRtOptions(Frozen):
     zero_points: Literal["exact", "requantize"] = Field(
         "exact", description="asymmetric weights: a correction term, or rounded again without zero points"
     )
+    attention: Literal["native", "plugin"] = Field(
+        "native",
+        description="plugin: qtool's fused kernel reads the KV pool in place; for target tensorrt alone",
+    )
     keep_onnx: bool = Field(False, description="leave the graph that was compiled beside the engine")
 
 
@@ -173,6 +177,8 @@ class CompileTarget(Frozen):
     def _options_have_a_use(self) -> Self:
         if self.tensorrt is not None and not self.target.startswith("tensorrt"):
             raise ValueError(f"tensorrt has no use for target {self.target}; drop it")
+        if self.tensorrt is not None and self.tensorrt.attention == "plugin" and self.target != "tensorrt":
+            raise ValueError(f"attention plugin has no use for target {self.target}, which has no plugins")
         if self.dynamic_quantization is not None and self.target != "openvino":
             raise ValueError(f"dynamic_quantization has no use for target {self.target}; drop it")
         return self

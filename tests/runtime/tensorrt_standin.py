@@ -12,18 +12,24 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
-import onnxruntime as ort
 import torch
 from numpy.typing import NDArray
 
 from qtool.compile.backends.tensorrt.info import EngineInfo, IoTensor, read_info
-from qtool.compile.engine import read_spec
+from qtool.compile.engine import EngineSpec, read_spec
 from qtool.runtime.engines.onnx import open_session
 from qtool.runtime.engines.tensorrt import ALIGNMENT, TensorRtEngine
 
 DTYPES = {"Int32": np.int32, "Bool": np.bool_, "Half": np.float16, "Float": np.float32}
+
+
+class Session(Protocol):
+    """What runs the graph: outputs by name from inputs by name."""
+
+    def run(self, names: list[str], feeds: dict[str, NDArray[np.generic]]) -> list[NDArray[np.generic]]: ...
 
 
 class ContractError(AssertionError):
@@ -66,7 +72,7 @@ class HostDevice:
 class StandInContext:
     """An execution context that runs ONNX and refuses what its plan would refuse."""
 
-    def __init__(self, info: EngineInfo, session: ort.InferenceSession, device: HostDevice) -> None:
+    def __init__(self, info: EngineInfo, session: Session, device: HostDevice) -> None:
         self._info, self._session, self._device = info, session, device
         self._tensors = {tensor.name: tensor for tensor in info.tensors}
         self._profile: int | None = None
@@ -192,14 +198,21 @@ def open_stand_in(
     folder: Path, *, kv_cache_tokens: int, capture: bool = True
 ) -> tuple[TensorRtEngine, list[StandInContext], HostDevice]:
     """The driver over an engine folder that was built with keep_onnx; its contexts, one a profile."""
-    info, session, device = read_info(folder), open_session(folder / "model.onnx", 1), HostDevice()
-    contexts: list[StandInContext] = []
+    session = open_session(folder / "model.onnx", 1)
+    return open_with(
+        session, read_spec(folder), read_info(folder), kv_cache_tokens=kv_cache_tokens, capture=capture
+    )
+
+
+def open_with(
+    session: Session, spec: EngineSpec, info: EngineInfo, *, kv_cache_tokens: int, capture: bool
+) -> tuple[TensorRtEngine, list[StandInContext], HostDevice]:
+    """The driver over any session of a plan's graph; its contexts, one a profile."""
+    device, contexts = HostDevice(), list[StandInContext]()
 
     def new_context() -> StandInContext:
         contexts.append(StandInContext(info, session, device))
         return contexts[-1]
 
-    engine = TensorRtEngine(
-        read_spec(folder), info, new_context, device, kv_cache_tokens=kv_cache_tokens, capture=capture
-    )
+    engine = TensorRtEngine(spec, info, new_context, device, kv_cache_tokens=kv_cache_tokens, capture=capture)
     return engine, contexts, device

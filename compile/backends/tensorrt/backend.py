@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from qtool.compile.backends.onnx import BLOCK_SIZE, DATA, write_onnx
+from qtool.compile.backends.onnx import BLOCK_SIZE, DATA, Onnx, write_onnx
 from qtool.compile.backends.tensorrt.checks import read_graph
 from qtool.compile.backends.tensorrt.flavour import FLAVOURS, capabilities, check_gpu, load
 from qtool.compile.backends.tensorrt.info import (
@@ -18,6 +18,7 @@ from qtool.compile.backends.tensorrt.info import (
     predict_weight_bytes,
 )
 from qtool.compile.backends.tensorrt.inspector import Inspection, check_holds, count_unpacked, inspect
+from qtool.compile.backends.tensorrt.plugins import plugin_operations
 from qtool.compile.backends.tensorrt.process import Progress, run_build
 from qtool.compile.backends.tensorrt.profiles import Profile, plan_profiles
 from qtool.compile.backends.tensorrt.schemes import check_formats
@@ -87,15 +88,24 @@ def write_engine(
     if options.zero_points == "requantize":
         weights = SymmetricWeights(weights, errors)
     weights = SplitChannels(PairedFp4(weights))
-    model = write_onnx(config, weights, folder, dtype=torch.float16, hidden_layers=hidden_layers)
+    plugins = options.attention == "plugin"
+    model = write_onnx(
+        config,
+        weights,
+        folder,
+        dtype=torch.float16,
+        hidden_layers=hidden_layers,
+        make=plugin_operations(config) if plugins else Onnx,
+    )
     folded = fold_zero_points(model)
-    facts = read_graph(model)
+    facts = read_graph(model, plugins=plugins)
     spec = BuildSpec(
         target=target,
         model=model,
         plan=folder / PLAN,
         log=folder / "build.log",
         compute_capabilities=chosen,
+        plugins=plugins,
         profiles=tuple(
             {name: tuple(profile.shapes(dimensions)) for name, dimensions in facts.inputs.items()}
             for profile in profiles

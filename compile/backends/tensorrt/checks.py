@@ -34,11 +34,11 @@ class GraphFacts:
     """Weights that are to be multiplied by codes of their own type, by that type."""
 
 
-def read_graph(model: Path) -> GraphFacts:
+def read_graph(model: Path, *, plugins: bool = False) -> GraphFacts:
     """Check an ONNX file and say what a plan built from it has to hold.
 
     Raises QtoolError with the reason for what the builder of tensorrt_rtx 1.7.1 gets wrong or dies of: nodes
-    of plugins, zero points, and weights in groups under 8-bit activations.
+    of plugins, unless these are asked for, zero points, and weights in groups under 8-bit activations.
     """
     proto = onnx.load(model, load_external_data=False)
     tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
@@ -46,7 +46,7 @@ def read_graph(model: Path) -> GraphFacts:
     sizes: Counter[int] = Counter()
     multiplied: Counter[str] = Counter()
     for node in proto.graph.node:
-        if node.domain not in ("", "ai.onnx"):
+        if node.domain not in ("", "ai.onnx") and not plugins:
             raise QtoolError(
                 f"{model}: node {node.name or node.output[0]} ({node.domain}.{node.op_type}) is a plugin's; "
                 "a graph built without a GPU may hold ONNX's own operators alone"

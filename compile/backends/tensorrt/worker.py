@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from pydantic import BaseModel, ConfigDict
 
 from qtool.compile.backends.tensorrt.flavour import FLAVOURS, load
+from qtool.core.lazy import load as load_plugins
 
 
 class BuildSpec(BaseModel):
@@ -28,6 +29,8 @@ class BuildSpec(BaseModel):
     plan: Path
     log: Path
     compute_capabilities: tuple[int, ...]
+    plugins: bool = False
+    """Whether the graph has nodes of `qtool.compile.kernels.tensorrt_plugin`."""
     profiles: tuple[dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]], ...]
     """Of each profile, the least, best and largest shape of each input."""
 
@@ -61,6 +64,8 @@ def build(spec: BuildSpec, trt: ModuleType, events: TextIO) -> bool:
     with spec.log.open("w", encoding="utf-8") as log:
         logger = _logger(trt, log)
         builder = trt.Builder(logger)
+        if spec.plugins:
+            load_plugins("qtool.compile.kernels.tensorrt_plugin:register", extra="kernels")()
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         parser = trt.OnnxParser(network, logger)
         if not parser.parse_from_file(str(spec.model)):
