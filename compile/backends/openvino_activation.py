@@ -10,7 +10,8 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from qtool.core.activation import FP8_MAX, Activation
+from qtool.core.activation import FP8_MAX, LEAST_BLOCK, Activation
+from qtool.core.fp4 import FP4_MAX
 
 
 def fake_quantize(x: ov.Output, activation: Activation) -> ov.Output:
@@ -23,6 +24,8 @@ def fake_quantize(x: ov.Output, activation: Activation) -> ov.Output:
 
 
 def _round(x: ov.Output, activation: Activation) -> ov.Output:
+    if activation.scheme.kind == "nvfp4":
+        return _round_nvfp4(x, activation)
     scale, zero_point = _range(x, activation)
     codes = ops.add(ops.divide(x, scale), zero_point)
     if activation.scheme.kind == "fp8":
@@ -30,6 +33,22 @@ def _round(x: ov.Output, activation: Activation) -> ov.Output:
     else:
         codes = ops.round(ops.clamp(codes, -128.0, 127.0), "half_to_even")
     return ops.multiply(ops.subtract(codes, zero_point), scale).output(0)
+
+
+def _round_nvfp4(x: ov.Output, activation: Activation) -> ov.Output:
+    """e2m1 has steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6; halves go to the even multiple of a step."""
+    assert activation.scale is not None
+    factor = _float(1 / np.float32(activation.scale))
+    largest = ops.reduce_max(ops.absolute(x), _integers(-1), True)
+    block = ops.minimum(ops.multiply(factor, ops.divide(largest, _float(FP4_MAX))), _float(FP8_MAX))
+    block = _round_fp8(block)
+    scale = ops.divide(ops.select(ops.equal(block, _float(0)), _float(LEAST_BLOCK), block), factor)
+    codes = ops.clamp(ops.divide(x, scale), -FP4_MAX, FP4_MAX)
+    size, step = ops.absolute(codes), _float(2)
+    for bound, finer in ((4, 1.0), (2, 0.5)):
+        step = ops.select(ops.less(size, _float(bound)), _float(finer), step).output(0)
+    codes = ops.multiply(ops.round(ops.divide(codes, step), "half_to_even"), step)
+    return ops.multiply(codes, scale).output(0)
 
 
 def _round_fp8(x: ov.Node) -> ov.Node:
