@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtool.calibrate.kv import KvRanges, KvRounding
 from qtool.calibrate.skeleton import PREFIX, check_stored, skeleton
 from qtool.core.checkpoint import Checkpoint
 from qtool.errors import QtoolError, UsageError
+
+_CACHES = ("cache", "past_key_values")
+"""What transformers calls the cache that it hands to a layer, now and in older families."""
 
 Weights = Callable[[str], Tensor]
 """A parameter's full name, such as ``model.layers.0.mlp.up_proj.weight`` → its value, any float dtype."""
@@ -106,17 +110,27 @@ class LayerRunner:
             layer.to("meta")
 
     @torch.no_grad()
-    def run(self, index: int, hidden: Tensor) -> Iterator[Tensor]:
+    def run(self, index: int, hidden: Tensor, cache: KvRanges | KvRounding | None = None) -> Iterator[Tensor]:
         """Run the loaded layer `index` on hidden states [S, L, hidden]: its output [1, L, hidden] for each
-        window in turn."""
+        window in turn. Keys and values pass through `cache`."""
         layer, call = self.model.model.layers[index], self._calls[index]
+        kwargs = call.kwargs if cache is None else call.kwargs | {self._cache_argument(call): cache}
         for window in hidden:
-            output = layer(window[None], *call.args, **call.kwargs)
+            output = layer(window[None], *call.args, **kwargs)
             yield output[0] if isinstance(output, tuple) else output
 
-    def advance(self, index: int, hidden: Tensor) -> None:
+    def _cache_argument(self, call: _Call) -> str:
+        for name in _CACHES:
+            if name in call.kwargs:
+                return name
+        raise UsageError(
+            f"{self.checkpoint.path}: the layers of {self.checkpoint.architecture} take no cache of keys and "
+            "values, so its scales cannot be calibrated; drop quantization.kv_cache"
+        )
+
+    def advance(self, index: int, hidden: Tensor, cache: KvRanges | KvRounding | None = None) -> None:
         """Replace the hidden states by what the loaded layer `index` makes of them, in place."""
-        for row, output in enumerate(self.run(index, hidden)):
+        for row, output in enumerate(self.run(index, hidden, cache)):
             hidden[row] = output[0]
 
     def update(self, index: int, window: Tensor) -> Tensor:

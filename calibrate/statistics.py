@@ -14,20 +14,28 @@ from qtool.errors import QtoolError
 class InputStatistics:
     """The input x [T, K] of a linear, summed up; every tensor float32.
 
-    second_moment [K, K] is ``xᵀx / T``; mean_abs [K] and max_abs [K] are of ``|x|``; tokens is T.
+    second_moment [K, K] is ``xᵀx / T``; mean_abs [K] is of ``|x|``; low and high [K] are the least and the
+    largest x; tokens is T.
     """
 
     second_moment: Tensor
     mean_abs: Tensor
-    max_abs: Tensor
+    low: Tensor
+    high: Tensor
     tokens: int
+
+    @property
+    def max_abs(self) -> Tensor:
+        """The largest ``|x|`` of each channel, [K]."""
+        return torch.maximum(-self.low, self.high)
 
     def divided(self, scale: Tensor) -> "InputStatistics":
         """The statistics of ``x / scale``, for positive scale [K]."""
         return InputStatistics(
             self.second_moment / (scale[:, None] * scale),
             self.mean_abs / scale,
-            self.max_abs / scale,
+            self.low / scale,
+            self.high / scale,
             self.tokens,
         )
 
@@ -40,19 +48,21 @@ class _Sums:
     def __init__(self, in_features: int) -> None:
         self.second_moment = torch.zeros(in_features, in_features)
         self.sum_abs = torch.zeros(in_features)
-        self.max_abs = torch.zeros(in_features)
+        self.low = torch.full((in_features,), torch.inf)
+        self.high = -self.low
         self.tokens = 0
 
     def add(self, x: Tensor) -> None:
-        magnitude = x.abs()
         self.second_moment.addmm_(x.T, x)
-        self.sum_abs += magnitude.sum(0)
-        self.max_abs = torch.maximum(self.max_abs, magnitude.amax(0))
+        self.sum_abs += x.abs().sum(0)
+        self.low, self.high = torch.minimum(self.low, x.amin(0)), torch.maximum(self.high, x.amax(0))
         self.tokens += len(x)
 
     def finish(self) -> InputStatistics:
         tokens = self.tokens
-        return InputStatistics(self.second_moment / tokens, self.sum_abs / tokens, self.max_abs, tokens)
+        return InputStatistics(
+            self.second_moment / tokens, self.sum_abs / tokens, self.low, self.high, tokens
+        )
 
 
 class Collector:

@@ -1,4 +1,4 @@
-"""Quantize one layer: fold what AWQ asks for, then each linear by its method."""
+"""Quantize one layer: fold the channel scales that its methods ask for, then each linear by its method."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,14 +10,18 @@ from torch import Tensor, nn
 from qtool.calibrate.statistics import InputStatistics
 from qtool.core.formats import compressed_tensors
 from qtool.core.manifest import LinearRecord
-from qtool.core.qtensor import QuantizedTensor
-from qtool.core.recipe import Awq, Gptq, Rtn
+from qtool.core.qtensor import Quantized
+from qtool.core.recipe import GptqOptions
+from qtool.core.schemes import Fp4Scheme, Fp8Scheme, IntScheme
 from qtool.errors import QtoolError
-from qtool.quantize.folding import absorbers, fold
-from qtool.quantize.methods.awq import awq, search_scale
-from qtool.quantize.methods.gptq import gptq
+from qtool.quantize.activations import calibrated
+from qtool.quantize.correction import OutputError, closing_linear, corrected
+from qtool.quantize.fused import fused_with
+from qtool.quantize.linear import Chosen, quantize_linear
+from qtool.quantize.methods.floats import shared_fp8_scale, shared_nvfp4_scale
 from qtool.quantize.methods.rtn import rtn
-from qtool.quantize.plan import Assignment
+from qtool.quantize.plan import Assignment, corrects
+from qtool.quantize.scaling import Folded, fold_scales
 
 _MOST_DB = 200.0
 """Reported for a linear that lost nothing at all."""
@@ -32,113 +36,133 @@ class QuantizedLayer:
 
 
 @dataclass(frozen=True)
-class _Folded:
-    source: str
-    alpha: float
+class LoadedLayer:
+    """A layer in float32, named `prefix`, and ways to run it as it is, folded or quantized in part.
+
+    `dtypes` gives the stored dtype of each of its tensors by full name, which dense tensors and scales keep.
+    `update` runs it on a few tokens, see `folding.absorbers`. `output_error` runs it on all windows, for one
+    linear by its full name; None where the full-precision model was not run beside.
+    """
+
+    prefix: str
+    module: nn.Module
+    dtypes: Mapping[str, torch.dtype]
+    update: Callable[[], Tensor]
+    output_error: Callable[[str], OutputError] | None = None
+
+    def weight(self, module: str) -> Tensor:
+        """The weight [N, K] of a linear by its full name."""
+        return self.module.get_parameter(f"{module.removeprefix(self.prefix + '.')}.weight")
 
 
 @torch.no_grad()
 def quantize_layer(
-    prefix: str,
-    layer: nn.Module,
-    assigned: Mapping[str, Assignment],
-    statistics: Mapping[str, InputStatistics],
-    dtypes: Mapping[str, torch.dtype],
-    update: Callable[[], Tensor],
+    layer: LoadedLayer, assigned: Mapping[str, Assignment], statistics: Mapping[str, InputStatistics]
 ) -> QuantizedLayer:
-    """Quantize the linears of `layer` (named ``PREFIX.NAME``) that `assigned` lists by full name.
+    """Quantize the linears that `assigned` lists by full name; `layer` is changed on the way.
 
-    `layer` holds float32 weights and is changed by folding; `dtypes` gives the stored dtype of each of its
-    tensors by full name, which dense tensors and scales keep. `update` runs the layer on a few tokens, see
-    `folding.absorbers`.
+    `statistics` is what each of them sees. Where a method corrects, the last linear is quantized after the
+    others and aims at the output of the full-precision model's layer.
     """
-    statistics = dict(statistics)
-    folded = _fold_scales(prefix, layer, assigned, statistics, dtypes, update)
+    seen = dict(statistics)
+    before = {module: _rounded_db(layer, module, one, seen[module]) for module, one in assigned.items()}
+    folded = fold_scales(layer.prefix, layer.module, assigned, seen, layer.dtypes, layer.update)
     tensors = {}
-    for name, value in layer.state_dict().items():
-        full = f"{prefix}.{name}"
+    for name, value in layer.module.state_dict().items():
+        full = f"{layer.prefix}.{name}"
         if full.removesuffix(".weight") not in assigned:
-            tensors[full] = _stored(full, value, dtypes[full])
+            tensors[full] = _stored(full, value, layer.dtypes[full])
+    shared = {module: _shared_scale(layer, module, assigned) for module in assigned}
+    closing = _closing(layer, assigned)
     records = {}
-    for module, assignment in assigned.items():
-        weight = layer.get_parameter(f"{module.removeprefix(prefix + '.')}.weight")
-        seen, dtype = statistics[module], dtypes[f"{module}.weight"]
+    for module in sorted(assigned, key=lambda name: name == closing):
+        assignment, weight, dtype = assigned[module], layer.weight(module), layer.dtypes[f"{module}.weight"]
         try:
-            quantized, clip_ratio = _quantize(weight, seen, assignment, dtype)
+            if module == closing:
+                weight, seen[module] = _aimed(layer, module, assignment)
+            chosen = quantize_linear(weight, seen[module], assignment, dtype, shared[module])
         except QtoolError as error:
             raise QtoolError(f"{module}: {error}") from error
-        tensors |= compressed_tensors.encode(module, quantized)
-        fold_of = folded.get(module)
-        records[module] = LinearRecord(
-            method=assignment.method.name,
-            num_bits=assignment.scheme.num_bits,
-            group_size=assignment.scheme.group_size,
-            symmetric=assignment.scheme.symmetric,
-            sqnr_db=_sqnr_db(weight, quantized, seen),
-            clip_ratio=clip_ratio,
-            awq_alpha=fold_of.alpha if fold_of else None,
-            awq_absorber=fold_of.source if fold_of else None,
-        )
-    return QuantizedLayer(tensors, records)
+        activation = calibrated(assignment.activation, seen[module])
+        tensors |= compressed_tensors.encode(module, chosen.weight, activation)
+        after = _sqnr_db(weight, chosen.weight, seen[module])
+        records[module] = _record(assignment, chosen, seen[module], folded.get(module), before[module], after)
+        layer.weight(module).copy_(chosen.weight.dequantize())
+    return QuantizedLayer(tensors, {module: records[module] for module in assigned})
 
 
-def _fold_scales(
-    prefix: str,
-    layer: nn.Module,
-    assigned: Mapping[str, Assignment],
-    statistics: dict[str, InputStatistics],
-    dtypes: Mapping[str, torch.dtype],
-    update: Callable[[], Tensor],
-) -> dict[str, _Folded]:
-    """Search and fold AWQ's scales wherever the layer can absorb them; `statistics` follows the fold.
-
-    Readers of the same input that are not AWQ's are compensated, not searched for.
-    """
-    options = {module: one.method for module, one in assigned.items() if isinstance(one.method, Awq)}
-    folded: dict[str, _Folded] = {}
-    if not options:
-        return folded
-    for absorber in absorbers(layer, update):
-        readers = [f"{prefix}.{reader}" for reader in absorber.readers]
-        searched = [module for module in readers if module in options]
-        if not searched:
-            continue
-        found = search_scale(
-            [layer.get_parameter(f"{module.removeprefix(prefix + '.')}.weight") for module in searched],
-            statistics[searched[0]],
-            [assigned[module].scheme for module in searched],
-            options[searched[0]],
-            dtypes[f"{searched[0]}.weight"],
-        )
-        fold(layer, absorber, found.scale)
-        for module in readers:
-            if module in statistics:
-                statistics[module] = statistics[module].divided(found.scale)
-        folded |= dict.fromkeys(searched, _Folded(absorber.source, found.alpha))
-    return folded
+def _closing(layer: LoadedLayer, assigned: Mapping[str, Assignment]) -> str | None:
+    """The linear that corrects the layer's output, where its method says so."""
+    if layer.output_error is None:
+        return None
+    name = closing_linear(
+        layer.module, [module.removeprefix(f"{layer.prefix}.") for module in assigned], layer.update
+    )
+    module = f"{layer.prefix}.{name}"
+    return module if name is not None and corrects(assigned[module].method) else None
 
 
-def _quantize(
-    weight: Tensor, seen: InputStatistics, assignment: Assignment, dtype: torch.dtype
-) -> tuple[QuantizedTensor, float | None]:
-    method, scheme = assignment.method, assignment.scheme
-    match method:
-        case Rtn():
-            return rtn(weight, scheme, method, dtype), None
-        case Awq():
-            return awq(weight, seen, scheme, method, dtype)
-        case Gptq():
-            return gptq(weight, seen, scheme, method, dtype), None
+def _aimed(layer: LoadedLayer, module: str, assignment: Assignment) -> tuple[Tensor, InputStatistics]:
+    """What the closing linear should be, and what it sees now."""
+    assert layer.output_error is not None
+    assert isinstance(assignment.method, GptqOptions)
+    error = layer.output_error(module)
+    return corrected(layer.weight(module), error, assignment.method.damping), error.statistics
+
+
+def _shared_scale(layer: LoadedLayer, module: str, assigned: Mapping[str, Assignment]) -> Tensor | None:
+    """The scale of a whole tensor, for formats that have one: of all the linears that engines fuse."""
+    scheme = assigned[module].scheme
+    alike = [name for name in fused_with(module, assigned) if assigned[name].scheme == scheme]
+    weights = [layer.weight(name) for name in alike]
+    if isinstance(scheme, Fp8Scheme) and scheme.rows is None and scheme.columns is None:
+        return shared_fp8_scale(weights, layer.dtypes[f"{module}.weight"])
+    if isinstance(scheme, Fp4Scheme) and scheme.kind == "nvfp4":
+        return shared_nvfp4_scale(weights)
+    return None
 
 
 def _stored(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     stored = value.to(dtype)
     if not bool(stored.isfinite().all()):
-        raise QtoolError(f"{name}: does not fit {dtype} after folding AWQ's scales; use another method there")
+        raise QtoolError(
+            f"{name}: does not fit {dtype} after folding channel scales; use another method there"
+        )
     return stored
 
 
-def _sqnr_db(weight: Tensor, quantized: QuantizedTensor, seen: InputStatistics) -> float:
+def _record(
+    assignment: Assignment,
+    chosen: Chosen,
+    seen: InputStatistics,
+    folded: Folded | None,
+    before_db: float,
+    after_db: float,
+) -> LinearRecord:
+    scheme = assignment.scheme
+    return LinearRecord(
+        method=chosen.method,
+        scheme=str(assignment.computes_with),
+        num_bits=scheme.num_bits,
+        group_size=None if isinstance(scheme, Fp8Scheme) else scheme.group_size,
+        symmetric=not isinstance(scheme, IntScheme) or scheme.symmetric,
+        tokens=seen.tokens,
+        dead_inputs=int((seen.max_abs == 0).sum()),
+        sqnr_rtn_db=before_db,
+        sqnr_db=after_db,
+        clip_ratio=chosen.clip_ratio,
+        alpha=folded.alpha if folded else None,
+        absorber=folded.source if folded else None,
+    )
+
+
+def _rounded_db(layer: LoadedLayer, module: str, assignment: Assignment, seen: InputStatistics) -> float:
+    """What the linear would lose without any method."""
+    weight = layer.weight(module)
+    return _sqnr_db(weight, rtn(weight, assignment.scheme, layer.dtypes[f"{module}.weight"]), seen)
+
+
+def _sqnr_db(weight: Tensor, quantized: Quantized, seen: InputStatistics) -> float:
     signal, noise = seen.output_power(weight), seen.output_power(quantized.dequantize() - weight)
     if noise <= signal * 10 ** (-_MOST_DB / 10):
         return _MOST_DB

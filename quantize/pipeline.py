@@ -8,23 +8,21 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from qtool.calibrate.layers import LayerRunner, checkpoint_weights
-from qtool.calibrate.skeleton import COMPUTED, PREFIX
-from qtool.calibrate.statistics import Collector
+from qtool.calibrate.layers import LayerRunner
+from qtool.calibrate.skeleton import PREFIX
 from qtool.calibrate.text import digest, load_records
 from qtool.calibrate.windows import calibration_windows, check_vocabulary, load_tokenizer
 from qtool.core.checkpoint import COMPANIONS, Checkpoint
 from qtool.core.files import refuse_existing, sha256
 from qtool.core.formats import compressed_tensors
-from qtool.core.manifest import LinearRecord, Manifest, versions
+from qtool.core.manifest import Manifest, versions
 from qtool.core.recipe import Recipe
-from qtool.errors import QtoolError, UsageError
-from qtool.quantize.layer import QuantizedLayer, quantize_layer
-from qtool.quantize.plan import Assignment, assign
+from qtool.errors import UsageError
+from qtool.quantize.plan import Plan, assign
 from qtool.quantize.progress import Report, silent
+from qtool.quantize.stream import run_layers
 from qtool.quantize.work import WorkFolder, lazy, work_folder
 from qtool.quantize.writing import write_weights
 
@@ -52,14 +50,14 @@ def quantize_checkpoint(
     if source.format is not None:
         raise UsageError(f"{checkpoint}: is quantized already; name the checkpoint that it was made from")
     runner = LayerRunner(source)
-    assigned = _assign(recipe, runner)
+    plan = _plan(recipe, runner)
     windows, text_digest = _windows(source, recipe)
     check_vocabulary(windows, runner.vocab_size, checkpoint)
     inputs = {path.name: sha256(path) for path in source.files} | {recipe.calibration.dataset: text_digest}
     with work_folder(output, _fingerprint(recipe, inputs)) as work:
-        records = _run_layers(runner, windows, assigned, work, progress)
+        records = run_layers(runner, windows, plan, work, progress)
         folder = work.new_checkpoint()
-        _write_checkpoint(runner, assigned, work, folder, shard_bytes)
+        _write_checkpoint(runner, plan, work, folder, shard_bytes)
         manifest = Manifest(
             recipe=recipe,
             inputs=inputs,
@@ -75,7 +73,7 @@ def quantize_checkpoint(
     return manifest
 
 
-def _assign(recipe: Recipe, runner: LayerRunner) -> dict[str, Assignment]:
+def _plan(recipe: Recipe, runner: LayerRunner) -> Plan:
     linears = {name: linear.in_features for name, linear in runner.linears().items()}
     assigned = assign(recipe.quantization, linears)
     outside = [module for module in assigned if not module.startswith(f"{PREFIX}.")]
@@ -84,7 +82,8 @@ def _assign(recipe: Recipe, runner: LayerRunner) -> dict[str, Assignment]:
             f"quantization.rules: {outside[0]} lies outside {PREFIX} and stays in full precision; "
             f"add {outside[0]!r} to quantization.keep"
         )
-    return assigned
+    kv_cache = recipe.quantization.kv_cache
+    return Plan(assigned, None if kv_cache is None else kv_cache.scheme)
 
 
 def _windows(source: Checkpoint, recipe: Recipe) -> tuple[Tensor, str]:
@@ -103,74 +102,17 @@ def _fingerprint(recipe: Recipe, inputs: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
 
-def _run_layers(
-    runner: LayerRunner,
-    windows: Tensor,
-    assigned: Mapping[str, Assignment],
-    work: WorkFolder,
-    progress: Report,
-) -> dict[str, LinearRecord]:
-    """Finish every layer that `work` does not hold yet; the records of all of them."""
-    progress(0, len(runner), None)
-    hidden = runner.embed(windows)
-    records: dict[str, LinearRecord] = {}
-    for index in range(len(runner)):
-        if not work.has(index):
-            work.save(index, _quantize_layer(runner, index, hidden, assigned))
-        finished = work.records(index)
-        records |= finished
-        if index + 1 < len(runner):
-            with runner.layer(index, work.weights(index, assigned)):
-                runner.advance(index, hidden)
-        sqnr = [record.sqnr_db for record in finished.values()]
-        progress(index + 1, len(runner), sum(sqnr) / len(sqnr) if sqnr else None)
-    return records
-
-
-def _quantize_layer(
-    runner: LayerRunner, index: int, hidden: Tensor, assigned: Mapping[str, Assignment]
-) -> QuantizedLayer:
-    prefix = f"{PREFIX}.{index}"
-    chosen = {module: one for module, one in assigned.items() if module.startswith(f"{prefix}.")}
-    with runner.layer(index, checkpoint_weights(runner.checkpoint)) as layer:
-        dtypes = _stored_dtypes(runner.checkpoint, prefix)
-        collector = Collector()
-        linears = runner.linears()
-        with collector.watching({module: linears[module] for module in chosen}):
-            for _ in runner.run(index, hidden if chosen else hidden[:0]):
-                pass
-        statistics = collector.statistics()
-        unseen = next((module for module in chosen if module not in statistics), None)
-        if unseen is not None:
-            raise QtoolError(
-                f"{unseen}: saw no token of the calibration text; calibrate on more, or other, text"
-            )
-        return quantize_layer(
-            prefix, layer, chosen, statistics, dtypes, lambda: runner.update(index, hidden[0])
-        )
-
-
-def _stored_dtypes(source: Checkpoint, prefix: str) -> dict[str, torch.dtype]:
-    """The dtype of every tensor that the checkpoint holds of a layer."""
-    names = [name for name in source if name.startswith(f"{prefix}.") and not name.endswith(COMPUTED)]
-    return {name: source.tensor(name).dtype for name in names}
-
-
 def _write_checkpoint(
-    runner: LayerRunner,
-    assigned: Mapping[str, Assignment],
-    work: WorkFolder,
-    folder: Path,
-    shard_bytes: int,
+    runner: LayerRunner, plan: Plan, work: WorkFolder, folder: Path, shard_bytes: int
 ) -> None:
     source = runner.checkpoint
     tensors = [lazy(name, source.tensor) for name in sorted(source) if not name.startswith(f"{PREFIX}.")]
     for index in range(len(runner)):
         tensors += work.tensors(index)
     write_weights(folder, tensors, shard_bytes)
-    dense = [module for module in runner.linears() if module not in assigned]
-    schemes = {module: one.computes_with for module, one in assigned.items()}
-    config = source.config | {"quantization_config": compressed_tensors.config(schemes, dense)}
+    dense = [module for module in runner.linears() if module not in plan.assigned]
+    schemes = {module: one.computes_with for module, one in plan.assigned.items()}
+    config = source.config | {"quantization_config": compressed_tensors.config(schemes, dense, plan.kv_cache)}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in COMPANIONS:
         if (source.path / name).is_file():

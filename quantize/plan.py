@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qtool.core.recipe import AwqGptq, Gptq, Method, Quantization, matches
+from qtool.core.recipe import AwqGptq, Gptq, GptqOptions, Method, Quantization, matches
 from qtool.core.recipe_schemes import WeightFormat
-from qtool.core.schemes import ActivationScheme, IntScheme, LinearScheme, WeightScheme
+from qtool.core.schemes import ActivationScheme, IntScheme, KvCacheScheme, LinearScheme, WeightScheme
 from qtool.errors import UsageError, nearest
 
 _OFFERED = (32, 48, 64, 80, 96, 128, 160, 192, 256)
@@ -24,6 +24,24 @@ class Assignment:
     def computes_with(self) -> LinearScheme:
         """What the linear computes with once it is quantized."""
         return LinearScheme(self.scheme, self.activation)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of a model: its linears by full name, and its KV cache."""
+
+    assigned: dict[str, Assignment]
+    kv_cache: KvCacheScheme | None
+
+    @property
+    def corrects(self) -> bool:
+        """Whether some linear makes up for errors, so that the full-precision model has to run beside."""
+        return any(corrects(one.method) for one in self.assigned.values())
+
+
+def corrects(method: Method) -> bool:
+    """Whether a method wants its layer's last linear to make up for the errors before it."""
+    return isinstance(method, GptqOptions) and method.correct
 
 
 def assign(quantization: Quantization, linears: Mapping[str, int]) -> dict[str, Assignment]:

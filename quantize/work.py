@@ -12,10 +12,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from qtool.calibrate.layers import Weights
+from qtool.calibrate.skeleton import PREFIX
+from qtool.core.activation import Activation
 from qtool.core.checkpoint import read_json
 from qtool.core.files import refuse_existing, write_text
 from qtool.core.formats.compressed_tensors import decode
+from qtool.core.formats.kv_cache import KvLayout
 from qtool.core.manifest import LinearRecord
+from qtool.core.qtensor import KvScales
 from qtool.errors import QtoolError, UsageError
 from qtool.quantize.layer import QuantizedLayer
 from qtool.quantize.plan import Assignment
@@ -23,6 +27,11 @@ from qtool.quantize.writing import LazyTensor, write_safetensors
 
 _STATE = "state.json"
 _RECORDS = "linears"
+
+
+def attention_of(index: int) -> str:
+    """The module that holds the scales of a layer's keys and values."""
+    return f"{PREFIX}.{index}.self_attn"
 
 
 @contextmanager
@@ -100,6 +109,23 @@ class WorkFolder:
             return tensor
 
         return read
+
+    def activations(self, index: int, assigned: Mapping[str, Assignment]) -> dict[str, Activation]:
+        """How the linears of a finished layer round their inputs, where they do."""
+        get_tensor = self._open(index).get_tensor
+        linears = {
+            module: decode(module, assigned[module].computes_with, get_tensor)
+            for module in self.records(index)
+            if assigned[module].activation is not None
+        }
+        return {module: one.activation for module, one in linears.items() if one.activation is not None}
+
+    def kv_scales(self, index: int, layout: KvLayout) -> KvScales:
+        """The scales of a finished layer's keys and values."""
+        part, attention = self._open(index), attention_of(index)
+        return KvScales(
+            *(part.get_tensor(f"{attention}.{name}").flatten() for name in (layout.key, layout.value))
+        )
 
     def tensors(self, index: int) -> list[LazyTensor]:
         """The stored tensors of a finished layer."""

@@ -26,17 +26,27 @@ class LinearRecord(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     method: str
+    """What made the codes: for `best`, the method that won."""
+    scheme: str
+    """The number formats in words: of weights, and of inputs where they are rounded."""
     num_bits: int
     group_size: int | None
     symmetric: bool
+    tokens: int
+    """Calibration tokens that the linear saw."""
+    dead_inputs: int
+    """Inputs that were zero for all of them: their weights are rounded blindly."""
+    sqnr_rtn_db: float
+    """Signal to quantization noise of the linear's output on the calibration inputs, in decibel, had its
+    weights just been rounded."""
     sqnr_db: float
-    """Signal to quantization noise of the layer's output on the calibration inputs, in decibel."""
+    """The same with the method."""
     clip_ratio: float | None = None
     """AWQ: by how much the groups' ranges were shrunk, on average; null for other methods."""
-    awq_alpha: float | None = None
-    """AWQ: the exponent that the scale search chose; null where there was no search."""
-    awq_absorber: str | None = None
-    """AWQ: what absorbed the channel scales; null where nothing could exactly, hence no scale search."""
+    alpha: float | None = None
+    """AWQ, SmoothQuant: the exponent that channel scales came from; null where there are none."""
+    absorber: str | None = None
+    """AWQ, SmoothQuant: what absorbed the channel scales; null where nothing could exactly."""
 
 
 class Manifest(BaseModel):

@@ -60,23 +60,58 @@ class Awq(_Method):
     clip: bool = Field(True, description="search a clip ratio for each group afterwards")
 
 
-class Gptq(_Method):
-    """GPTQ: round column by column, moving each column's error onto those still to come."""
+class GptqOptions(_Method):
+    """What every method with GPTQ in it can be told."""
 
-    name: Literal["gptq"] = "gptq"
     block_size: int = Field(128, ge=1, description="columns between two lazy updates")
     damping: float = Field(0.01, gt=0, lt=1, description="of the Hessian's mean diagonal")
     activation_order: bool = Field(True, description="columns of the largest second moment first")
-    search_range: bool = Field(True, description="also try ranges searched for the least output error")
+    search_range: bool = Field(True, description="shrink ranges by what their errors cost in the end")
+    sweeps: int = Field(2, ge=0, le=100, description="times to refit scales and codes afterwards")
+    correct: bool = Field(
+        False,
+        description="let each layer's last linear make up for the errors before it; "
+        "takes twice the forward passes, and a second copy of the hidden states",
+    )
+
+
+class Gptq(GptqOptions):
+    """GPTQ: round column by column, moving each column's error onto those still to come."""
+
+    name: Literal["gptq"] = "gptq"
+
+
+class AwqGptq(GptqOptions):
+    """AWQ's scale search, then GPTQ."""
+
+    name: Literal["awq+gptq"] = "awq+gptq"
+    grid: int = Field(20, ge=2, le=1000, description="steps of the scale search")
+
+
+class SmoothQuant(_Method):
+    """SmoothQuant: move the range of loud inputs into the weights, then round to nearest."""
+
+    name: Literal["smoothquant"] = "smoothquant"
+    alpha: float = Field(0.5, ge=0, le=1, description="share of the inputs' range that weights take over")
+    search_range: bool = Field(False, description="shrink each group's range to the least square error")
+
+
+class Best(GptqOptions):
+    """AWQ's scale search, then every way of rounding on each linear; the one of least output error stays."""
+
+    name: Literal["best"] = "best"
+    grid: int = Field(20, ge=2, le=1000, description="steps of the scale search")
 
 
 def _by_name(method: Any) -> Any:
     return {"name": method} if isinstance(method, str) else method
 
 
+AnyMethod = Rtn | Awq | Gptq | AwqGptq | SmoothQuant | Best
+MethodName = Literal["rtn", "awq", "gptq", "awq+gptq", "smoothquant", "best"]
 Method = Annotated[
-    Annotated[Rtn | Awq | Gptq, Field(discriminator="name")],
-    BeforeValidator(_by_name, json_schema_input_type=Literal["rtn", "awq", "gptq"] | Rtn | Awq | Gptq),
+    Annotated[AnyMethod, Field(discriminator="name")],
+    BeforeValidator(_by_name, json_schema_input_type=MethodName | AnyMethod),
 ]
 """A method with its options, or its name alone for the default ones."""
 

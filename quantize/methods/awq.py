@@ -7,42 +7,31 @@ candidate is not sampled but exact: with H the second moment of the inputs, ``|Î
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from qtool.calibrate.statistics import InputStatistics
-from qtool.core.qtensor import QuantizedTensor
-from qtool.core.recipe import Awq
-from qtool.core.schemes import IntScheme
+from qtool.core.qtensor import Quantized
+from qtool.core.schemes import IntScheme, WeightScheme
 from qtool.quantize.methods.clip import search_clip
 from qtool.quantize.methods.grid import fit_grid
+from qtool.quantize.methods.rtn import rtn
+from qtool.quantize.methods.scale import ChannelScale, floored
 
 _ROWS = 512
 """Output channels whose error a candidate is judged by: rows are rounded one by one, so an even sample of
 them tells as much, and the search of a wide linear costs no more than that of a narrow one."""
 
-_LEAST = 1e-4
-"""Channels that see (almost) nothing are treated as seeing this share of the largest."""
-
 _COARSE = 4
 """Steps of alpha that the first pass of the search takes at once."""
-
-
-@dataclass(frozen=True)
-class ChannelScale:
-    """scale [K]: weight columns are multiplied by it, inputs divided. alpha is the exponent it came from."""
-
-    scale: Tensor
-    alpha: float
 
 
 def search_scale(
     weights: Sequence[Tensor],
     statistics: InputStatistics,
-    schemes: Sequence[IntScheme],
-    options: Awq,
+    schemes: Sequence[WeightScheme],
+    grid: int,
     dtype: torch.dtype,
 ) -> ChannelScale:
     """The scale for all linears that share an input: weights [N_i, K], each with its scheme.
@@ -52,11 +41,11 @@ def search_scale(
     then those around the best. alpha 0 of the first is no scaling, so the result does not lose against
     rounding to nearest on the calibration inputs.
     """
-    magnitude = _floored(statistics.mean_abs)
-    largest = _floored(torch.stack([weight.abs().amax(0) for weight in weights]).amax(0))
+    magnitude = floored(statistics.mean_abs)
+    largest = floored(torch.stack([weight.abs().amax(0) for weight in weights]).amax(0))
 
     def candidate(step: int, by_weight: bool) -> ChannelScale:
-        alpha = step / options.grid
+        alpha = step / grid
         scale = magnitude**alpha
         if by_weight:
             scale = scale / largest ** (1 - alpha)
@@ -68,29 +57,36 @@ def search_scale(
             stride = -(-len(weight) // _ROWS)
             rows = weight[::stride]
             scaled = rows * found.scale
-            rounded = fit_grid(scaled, scheme, dtype).fake_quantize(scaled)
+            rounded = rtn(scaled, scheme, dtype).dequantize()
             total += stride * statistics.output_power(rounded / found.scale - rows)
         return total
 
-    coarse = [(step, by_weight) for by_weight in (False, True) for step in range(0, options.grid, _COARSE)]
+    coarse = [(step, by_weight) for by_weight in (False, True) for step in range(0, grid, _COARSE)]
     errors = {choice: error(candidate(*choice)) for choice in coarse}
     step, by_weight = min(errors, key=errors.__getitem__)
-    for near in range(max(0, step - _COARSE + 1), min(options.grid, step + _COARSE)):
+    for near in range(max(0, step - _COARSE + 1), min(grid, step + _COARSE)):
         if near != step:
             errors[near, by_weight] = error(candidate(near, by_weight))
     return candidate(*min(errors, key=errors.__getitem__))
 
 
-def _floored(magnitude: Tensor) -> Tensor:
-    largest = magnitude.max()
-    return magnitude.clamp(min=float(largest) * _LEAST) if largest > 0 else torch.ones_like(magnitude)
-
-
 def awq(
-    weight: Tensor, statistics: InputStatistics, scheme: IntScheme, options: Awq, dtype: torch.dtype
-) -> tuple[QuantizedTensor, float]:
-    """Quantize a weight [N, K] that already carries its channel scale; its mean clip ratio beside it."""
-    if not options.clip:
-        return fit_grid(weight, scheme, dtype).quantize(weight), 1.0
+    weight: Tensor,
+    statistics: InputStatistics,
+    scheme: WeightScheme,
+    dtype: torch.dtype,
+    *,
+    clip: bool = True,
+    shared: Tensor | None = None,
+) -> tuple[Quantized, float]:
+    """Quantize a weight [N, K] that already carries its channel scale; its mean clip ratio beside it.
+
+    Small floats are not clipped but get the block scales of least error on the inputs; `shared` as for `rtn`.
+    """
+    if not clip:
+        return rtn(weight, scheme, dtype, shared=shared), 1.0
+    if not isinstance(scheme, IntScheme):
+        importance = statistics.second_moment.diagonal()
+        return rtn(weight, scheme, dtype, search=True, importance=importance, shared=shared), 1.0
     ratio = search_clip(weight, scheme, dtype, statistics.second_moment)
     return fit_grid(weight, scheme, dtype, ratio).quantize(weight), float(ratio.mean())

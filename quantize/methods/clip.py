@@ -1,10 +1,12 @@
 """Search each group's range: clip its largest weights where finer steps for the others pay more."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from qtool.core.schemes import IntScheme
-from qtool.quantize.methods.grid import fit_grid, grouped
+from qtool.quantize.methods.grid import Grid, fit_grid, grouped
 
 _RATIOS = tuple(1 - step / 40 for step in range(21))
 """1.0 down to 0.5, the range that AWQ's authors search."""
@@ -16,25 +18,40 @@ def _ratios(scheme: IntScheme) -> tuple[float, ...]:
     return ((scheme.high - scheme.low) / (2 * scheme.high), *_RATIOS) if scheme.symmetric else _RATIOS
 
 
-def search_clip(
-    weight: Tensor, scheme: IntScheme, dtype: torch.dtype, second_moment: Tensor | None
-) -> Tensor:
+def search_clip(weight: Tensor, scheme: IntScheme, dtype: torch.dtype, second_moment: Tensor) -> Tensor:
     """The ratio [N, G] by which to shrink (or, when symmetric, slightly widen) the groups' ranges.
 
     For a weight [N, K]: least output error ``Δw H_g Δwᵀ`` of each group on its own, with H_g the group's
-    block on the diagonal of `second_moment` [K, K]; least square error of the weight when that is None (Lin
-    et al. 2023, section 3.2 and their code's clip search).
+    block on the diagonal of `second_moment` [K, K] (Lin et al. 2023, section 3.2 and their code's clip
+    search).
     """
+    blocks = _diagonal_blocks(second_moment, scheme.num_groups(weight.shape[1]))
+    return _search(
+        weight, scheme, dtype, lambda error: (torch.einsum("ngi,gij->ngj", error, blocks) * error).sum(-1)
+    )
+
+
+def search_range(
+    weight: Tensor, scheme: IntScheme, dtype: torch.dtype, importance: Tensor | None = None
+) -> Grid:
+    """The grid of least square error of a weight [N, K], each column weighed by `importance` [K] if given."""
+    weights = 1.0 if importance is None else grouped(importance[None], scheme)
+    ratio = _search(weight, scheme, dtype, lambda error: (error.square() * weights).sum(-1))
+    return fit_grid(weight, scheme, dtype, ratio)
+
+
+def _search(
+    weight: Tensor, scheme: IntScheme, dtype: torch.dtype, power: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The ratio [N, G] of least `power`, which gives that of errors [N, G, g] as [N, G]."""
     values = grouped(weight, scheme)
-    blocks = None if second_moment is None else _diagonal_blocks(second_moment, values.shape[1])
     best_error = torch.full(values.shape[:2], torch.inf)
     best_ratio = torch.ones(values.shape[:2])
     for ratio in _ratios(scheme):
-        error = grouped(fit_grid(weight, scheme, dtype, ratio).fake_quantize(weight), scheme) - values
-        weighted = error if blocks is None else torch.einsum("ngi,gij->ngj", error, blocks)
-        power = (weighted * error).sum(-1)
-        better = power < best_error
-        best_error = torch.where(better, power, best_error)
+        rounded = fit_grid(weight, scheme, dtype, ratio).fake_quantize(weight)
+        error = power(grouped(rounded, scheme) - values)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
         best_ratio = torch.where(better, ratio, best_ratio)
     return best_ratio
 

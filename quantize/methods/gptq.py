@@ -11,10 +11,14 @@ from qtool.core.qtensor import QuantizedTensor
 from qtool.core.recipe import Gptq
 from qtool.core.schemes import IntScheme
 from qtool.errors import QtoolError
-from qtool.quantize.methods.clip import search_clip
+from qtool.quantize.methods.clip import search_range
 from qtool.quantize.methods.grid import Grid, fit_grid
+from qtool.quantize.methods.refine import refine
 
 logger = logging.getLogger(__name__)
+
+_MOST_SHRUNK = 0.5
+"""However few the tokens: half of a correlation is better than none."""
 
 
 def gptq(
@@ -23,20 +27,36 @@ def gptq(
     """Quantize a weight [N, K] for the least output error on the second moment of its inputs.
 
     Each group's grid is fixed from the original weight first ("static groups"), so columns may be taken in
-    any order while the stored tensor keeps its own: no ``g_idx``. With `search_range` two grids are tried,
-    of whole and of searched ranges, since neither always wins, and the one with the lower output error is
-    kept. Raises QtoolError when no damping makes the Hessian invertible.
+    any order while the stored tensor keeps its own: no ``g_idx``. With `search_range` ranges are searched by
+    what an error of a column costs after all columns behind it have made up for it, the inverse square of the
+    factor's diagonal (equation 3 of the paper). Scales and codes are refined `sweeps` times afterwards.
+    Raises QtoolError when no damping makes the Hessian invertible.
     """
-    moment = statistics.second_moment
+    hessian = shrunk(statistics)
     order = torch.arange(weight.shape[1])
     if options.activation_order:
-        order = moment.diagonal().argsort(descending=True, stable=True)
-    factor = inverse_factor(moment[order][:, order], options.damping)
-    grids = [fit_grid(weight, scheme, dtype)]
+        order = hessian.diagonal().argsort(descending=True, stable=True)
+    damping, factor = inverse_factor(hessian[order][:, order], options.damping)
     if options.search_range:
-        grids.append(fit_grid(weight, scheme, dtype, search_clip(weight, scheme, dtype, moment)))
-    found = [_round_columns(weight, grid, order, factor, options.block_size) for grid in grids]
-    return min(found, key=lambda quantized: statistics.output_power(quantized.dequantize() - weight))
+        importance = torch.empty(len(order))
+        importance[order] = factor.diagonal() ** -2
+        grid = search_range(weight, scheme, dtype, importance)
+    else:
+        grid = fit_grid(weight, scheme, dtype)
+    quantized = _round_columns(weight, grid, order, factor, options.block_size)
+    damped = hessian + damping * torch.eye(len(hessian))
+    return refine(weight, quantized, damped, options.sweeps, options.block_size)
+
+
+def shrunk(statistics: InputStatistics) -> Tensor:
+    """The second moment [K, K] as far as its correlations can be trusted: shrunk towards its diagonal.
+
+    A moment of K inputs from T tokens has K/T of noise; GPTQ would fit it. The share to shrink by follows
+    from that, as in Ledoit and Wolf 2004 (A well-conditioned estimator), without their fourth moments.
+    """
+    moment = statistics.second_moment
+    share = min(_MOST_SHRUNK, len(moment) / max(statistics.tokens, 1))
+    return torch.lerp(moment, torch.diag(moment.diagonal()), share)
 
 
 def _round_columns(
@@ -65,8 +85,9 @@ def _round_columns(
     return QuantizedTensor(original, grid.scale, grid.zero_point, grid.scheme)
 
 
-def inverse_factor(moment: Tensor, damping: float) -> Tensor:
-    """The upper Cholesky factor of the inverse of a damped Hessian [K, K] (step 3 of the paper, section 3.3).
+def inverse_factor(moment: Tensor, damping: float) -> tuple[float, Tensor]:
+    """The upper Cholesky factor of the inverse of a damped Hessian [K, K] (step 3 of the paper, section 3.3),
+    and what damping added to the diagonal.
 
     Damping is a share of the mean diagonal; it is raised tenfold, with a warning, while the matrix is
     singular in float32.
@@ -74,13 +95,13 @@ def inverse_factor(moment: Tensor, damping: float) -> Tensor:
     diagonal = moment.diagonal()
     mean = float(diagonal.mean()) or 1.0
     while damping < 100:
-        damped = moment + torch.diag(torch.full_like(diagonal, damping * mean))
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        added = damping * mean
+        lower, failed = torch.linalg.cholesky_ex(moment + torch.diag(torch.full_like(diagonal, added)))
         if not failed:
             upper: Tensor
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failed and bool(upper.isfinite().all()):
-                return upper
+                return added, upper
         logger.warning("the Hessian is singular at damping %g; trying %g", damping, damping * 10)
         damping *= 10
     raise QtoolError("the Hessian stays singular with any damping; calibrate on more, or other, text")

@@ -2,7 +2,6 @@ import torch
 from torch import Tensor
 
 from qtool.calibrate.statistics import InputStatistics
-from qtool.core.recipe import Awq
 from qtool.core.schemes import IntScheme
 from qtool.quantize.methods.awq import awq, search_scale
 from qtool.quantize.methods.grid import fit_grid
@@ -11,7 +10,7 @@ SCHEME = IntScheme(4, 32, symmetric=False)
 
 
 def statistics_of(x: Tensor) -> InputStatistics:
-    return InputStatistics(x.T @ x / len(x), x.abs().mean(0), x.abs().amax(0), len(x))
+    return InputStatistics(x.T @ x / len(x), x.abs().mean(0), x.amin(0), x.amax(0), len(x))
 
 
 def outlying_inputs() -> Tensor:
@@ -30,7 +29,7 @@ def rtn_error(weight: Tensor, seen: InputStatistics, scale: Tensor) -> float:
 def test_loud_channels_get_larger_scales_and_the_output_error_falls() -> None:
     seen = statistics_of(outlying_inputs())
     weights = [torch.randn(40, 96), torch.randn(24, 96)]
-    found = search_scale(weights, seen, [SCHEME, SCHEME], Awq(), torch.float16)
+    found = search_scale(weights, seen, [SCHEME, SCHEME], 20, torch.float16)
     assert found.alpha > 0
     assert float(found.scale[::7].min()) > float(found.scale[1::7].max())
     before, after = (sum(rtn_error(w, seen, s) for w in weights) for s in (torch.ones(96), found.scale))
@@ -40,25 +39,25 @@ def test_loud_channels_get_larger_scales_and_the_output_error_falls() -> None:
 def test_a_channel_that_sees_nothing_keeps_a_positive_finite_scale() -> None:
     x = outlying_inputs()
     x[:, 5] = 0
-    found = search_scale([torch.randn(8, 96)], statistics_of(x), [SCHEME], Awq(), torch.float16)
+    found = search_scale([torch.randn(8, 96)], statistics_of(x), [SCHEME], 20, torch.float16)
     assert bool((found.scale > 0).all())
     assert bool(found.scale.isfinite().all())
 
 
 def test_inputs_of_zero_leave_the_weight_unscaled_and_quantizable() -> None:
     seen, weight = statistics_of(torch.zeros(10, 96)), torch.randn(8, 96)
-    found = search_scale([weight], seen, [SCHEME], Awq(), torch.float16)
+    found = search_scale([weight], seen, [SCHEME], 20, torch.float16)
     assert torch.equal(found.scale, torch.ones(96))
-    quantized, _ = awq(weight, seen, SCHEME, Awq(), torch.float16)
+    quantized, _ = awq(weight, seen, SCHEME, torch.float16)
     assert bool(quantized.dequantize().isfinite().all())
 
 
 def test_clipping_can_be_left_out() -> None:
     seen, weight = statistics_of(outlying_inputs()), torch.randn(8, 96)
-    quantized, ratio = awq(weight, seen, SCHEME, Awq(clip=False), torch.float16)
+    quantized, ratio = awq(weight, seen, SCHEME, torch.float16, clip=False)
     assert ratio == 1.0
     assert torch.equal(quantized.codes, fit_grid(weight, SCHEME, torch.float16).quantize(weight).codes)
-    clipped, ratio = awq(weight, seen, SCHEME, Awq(), torch.float16)
+    clipped, ratio = awq(weight, seen, SCHEME, torch.float16)
     assert ratio < 1.0
     errors = [seen.output_power(one.dequantize() - weight) for one in (clipped, quantized)]
     assert errors[0] < errors[1]

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qtool.core.schemes import IntScheme
-from qtool.quantize.methods.clip import search_clip
-from qtool.quantize.methods.grid import fit_grid, grouped
+from qtool.quantize.methods.clip import search_clip, search_range
+from qtool.quantize.methods.grid import Grid, fit_grid, grouped
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -96,22 +96,34 @@ def test_zero_points_are_chosen_for_the_scale_that_is_stored() -> None:
     assert torch.equal(grid.zero_point.float(), wanted)
 
 
+@pytest.mark.parametrize("importance", [None, torch.arange(1.0, 97.0)], ids=["even", "weighed"])
+def test_a_searched_range_never_loses_against_the_full_one(importance: Tensor | None) -> None:
+    torch.manual_seed(0)
+    weight, scheme = torch.randn(7, 96) ** 3, IntScheme(4, 32, symmetric=False)
+    weights = torch.ones(96) if importance is None else importance
+
+    def loss(grid: Grid) -> Tensor:
+        return ((grid.fake_quantize(weight) - weight).square() * weights).sum(-1)
+
+    searched = loss(search_range(weight, scheme, torch.float16, importance))
+    whole = loss(fit_grid(weight, scheme, torch.float16))
+    assert bool((searched <= whole * 1.0001).all())
+    assert float(searched.sum()) < float(whole.sum())
+
+
 def test_the_clip_search_never_loses_against_the_full_range() -> None:
     torch.manual_seed(0)
     weight, scheme = torch.randn(7, 96) ** 3, IntScheme(4, 32, symmetric=False)
     x = torch.randn(500, 96) @ torch.randn(96, 96)
     moment = x.T @ x / len(x)
-    for second_moment in (None, moment):
-        ratio = search_clip(weight, scheme, torch.float16, second_moment)
-        assert ratio.shape == (7, 3)
-        assert float(ratio.min()) < 1
+    blocks = torch.block_diag(*[torch.ones(32, 32)] * 3) * moment
+    ratio = search_clip(weight, scheme, torch.float16, moment)
+    assert ratio.shape == (7, 3)
+    assert float(ratio.min()) < 1
 
-        def loss(ratio: Tensor | float, moment: Tensor | None = second_moment) -> Tensor:
-            error = fit_grid(weight, scheme, torch.float16, ratio).fake_quantize(weight) - weight
-            blocks = (
-                torch.block_diag(*[torch.ones(32, 32)] * 3) * moment if moment is not None else torch.eye(96)
-            )
-            return ((error @ blocks) * error).sum(-1)
+    def loss(ratio: Tensor | float) -> Tensor:
+        error = fit_grid(weight, scheme, torch.float16, ratio).fake_quantize(weight) - weight
+        return ((error @ blocks) * error).sum(-1)
 
-        assert bool((loss(ratio) <= loss(1.0) * 1.0001).all())
-        assert float(loss(ratio).sum()) < float(loss(1.0).sum())
+    assert bool((loss(ratio) <= loss(1.0) * 1.0001).all())
+    assert float(loss(ratio).sum()) < float(loss(1.0).sum())

@@ -70,7 +70,7 @@ def tokens() -> Tensor:
     return torch.randint(3, 320, (2, 31), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("method", ["rtn", "awq", "gptq"])
+@pytest.mark.parametrize("method", ["rtn", "awq", "gptq", "awq+gptq", "smoothquant", "best"])
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @torch.no_grad()
 def test_transformers_loads_it_and_gives_the_logits_of_our_numbers(
@@ -134,13 +134,13 @@ def test_the_manifest_says_what_was_done(tiny: Path, text: Path, tmp_path: Path)
     assert manifest.peak_memory_bytes > 1 << 20
     down, out = (manifest.linears[f"model.layers.1.{name}"] for name in ("mlp.down_proj", "self_attn.o_proj"))
     assert (down.method, down.num_bits, down.group_size, down.symmetric) == ("awq", 4, 32, False)
-    assert down.awq_absorber == "mlp.up_proj"
-    assert down.awq_alpha is not None
+    assert down.absorber == "mlp.up_proj"
+    assert down.alpha is not None
     assert down.clip_ratio is not None
     assert 0.5 <= down.clip_ratio <= 1
     assert 10 < down.sqnr_db < 60
     # One key-value head for three: no linear can absorb the scale, so there was no search.
-    assert (out.awq_absorber, out.awq_alpha) == (None, None)
+    assert (out.absorber, out.alpha) == (None, None)
 
 
 def test_what_is_not_quantized_is_copied_bit_by_bit(tiny: Path, text: Path, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_layers_see_what_the_quantized_layers_before_them_make(
     assert not torch.equal(*codes)
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq"])
+@pytest.mark.parametrize("method", ["awq", "gptq", "best"])
 def test_the_same_recipe_gives_the_same_bytes(tiny: Path, text: Path, tmp_path: Path, method: str) -> None:
     for name in ("one", "two"):
         quantize_checkpoint(tiny, recipe_of(text, method), tmp_path / name)

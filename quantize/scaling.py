@@ -1,0 +1,74 @@
+"""Search the channel scales that a layer's methods ask for, and fold them into the layer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qtool.calibrate.statistics import InputStatistics
+from qtool.core.recipe import Awq, AwqGptq, Best, SmoothQuant
+from qtool.quantize.folding import absorbers, fold
+from qtool.quantize.methods.awq import search_scale
+from qtool.quantize.methods.scale import ChannelScale
+from qtool.quantize.methods.smoothquant import smoothing_scale
+from qtool.quantize.plan import Assignment
+
+Scaling = Awq | AwqGptq | Best | SmoothQuant
+"""The methods that scale channels."""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What absorbed the scales of a linear's inputs, and the exponent that they came from."""
+
+    source: str
+    alpha: float
+
+
+def fold_scales(
+    prefix: str,
+    layer: nn.Module,
+    assigned: Mapping[str, Assignment],
+    statistics: dict[str, InputStatistics],
+    dtypes: Mapping[str, torch.dtype],
+    update: Callable[[], Tensor],
+) -> dict[str, Folded]:
+    """Fold scales wherever the layer can absorb them exactly; `statistics` follows, by full module name.
+
+    Readers of the same input that ask for no scales are compensated, not searched for.
+    """
+    options = {module: one.method for module, one in assigned.items() if isinstance(one.method, Scaling)}
+    folded: dict[str, Folded] = {}
+    if not options:
+        return folded
+    for absorber in absorbers(layer, update):
+        readers = [f"{prefix}.{reader}" for reader in absorber.readers]
+        asking = [module for module in readers if module in options]
+        if not asking:
+            continue
+        found = _scale(
+            [layer.get_parameter(f"{module.removeprefix(prefix + '.')}.weight") for module in asking],
+            statistics[asking[0]],
+            [assigned[module] for module in asking],
+            options[asking[0]],
+            dtypes[f"{asking[0]}.weight"],
+        )
+        fold(layer, absorber, found.scale)
+        for module in readers:
+            if module in statistics:
+                statistics[module] = statistics[module].divided(found.scale)
+        folded |= dict.fromkeys(asking, Folded(absorber.source, found.alpha))
+    return folded
+
+
+def _scale(
+    weights: list[Tensor],
+    seen: InputStatistics,
+    assigned: list[Assignment],
+    method: Scaling,
+    dtype: torch.dtype,
+) -> ChannelScale:
+    if isinstance(method, SmoothQuant):
+        return smoothing_scale(weights, seen, method.alpha)
+    return search_scale(weights, seen, [one.scheme for one in assigned], method.grid, dtype)

@@ -1,0 +1,120 @@
+"""Take calibration windows through a model, quantizing each layer for what the layers before it make."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from qtool.calibrate.kv import KvRanges, KvRounding
+from qtool.calibrate.layers import LayerRunner, checkpoint_weights
+from qtool.calibrate.skeleton import COMPUTED, PREFIX
+from qtool.calibrate.statistics import Collector, InputStatistics
+from qtool.core.activation import Activation
+from qtool.core.checkpoint import Checkpoint
+from qtool.core.formats.kv_cache import KvLayout
+from qtool.core.manifest import LinearRecord
+from qtool.errors import QtoolError, UsageError
+from qtool.quantize.correction import measure_error
+from qtool.quantize.layer import LoadedLayer, QuantizedLayer, quantize_layer
+from qtool.quantize.plan import Assignment, Plan
+from qtool.quantize.progress import Report
+from qtool.quantize.work import WorkFolder, attention_of
+
+
+def run_layers(
+    runner: LayerRunner, windows: Tensor, plan: Plan, work: WorkFolder, progress: Report
+) -> dict[str, LinearRecord]:
+    """Finish every layer that `work` does not hold yet; the records of all of them."""
+    progress(0, len(runner), None)
+    hidden = runner.embed(windows)
+    reference = hidden.clone() if plan.corrects else None
+    records: dict[str, LinearRecord] = {}
+    for index in range(len(runner)):
+        if not work.has(index):
+            work.save(index, _quantize_layer(runner, index, hidden, reference, plan))
+        elif reference is not None:
+            with runner.layer(index, checkpoint_weights(runner.checkpoint)):
+                runner.advance(index, reference)
+        finished = work.records(index)
+        records |= finished
+        if index + 1 < len(runner):
+            _advance(runner, index, hidden, plan, work)
+        sqnr = [record.sqnr_db for record in finished.values()]
+        progress(index + 1, len(runner), sum(sqnr) / len(sqnr) if sqnr else None)
+    return records
+
+
+def _advance(runner: LayerRunner, index: int, hidden: Tensor, plan: Plan, work: WorkFolder) -> None:
+    """Take the hidden states through a finished layer, rounding what an engine will round."""
+    with runner.layer(index, work.weights(index, plan.assigned)):
+        linears = runner.linears()
+        activations = work.activations(index, plan.assigned)
+        cache = None
+        if plan.kv_cache is not None:
+            cache = KvRounding(plan.kv_cache, work.kv_scales(index, KvLayout(plan.kv_cache)))
+        with _rounding_inputs({linears[module]: one for module, one in activations.items()}):
+            runner.advance(index, hidden, cache)
+
+
+def _quantize_layer(
+    runner: LayerRunner, index: int, hidden: Tensor, reference: Tensor | None, plan: Plan
+) -> QuantizedLayer:
+    """Quantize layer `index`, given what comes to it; `reference` is taken through it as it was."""
+    prefix = f"{PREFIX}.{index}"
+    chosen = {module: one for module, one in plan.assigned.items() if module.startswith(f"{prefix}.")}
+    with runner.layer(index, checkpoint_weights(runner.checkpoint)) as module:
+        statistics, kv_scales = _calibrate(runner, index, hidden, chosen, plan)
+        output_error = None
+        if reference is not None:
+            runner.advance(index, reference)
+            output_error = partial(measure_error, runner, index, hidden, reference)
+        layer = LoadedLayer(
+            prefix,
+            module,
+            _stored_dtypes(runner.checkpoint, prefix),
+            lambda: runner.update(index, hidden[0]),
+            output_error,
+        )
+        quantized = quantize_layer(layer, chosen, statistics)
+    return QuantizedLayer(quantized.tensors | kv_scales, quantized.records)
+
+
+def _calibrate(
+    runner: LayerRunner, index: int, hidden: Tensor, chosen: Mapping[str, Assignment], plan: Plan
+) -> tuple[dict[str, InputStatistics], dict[str, Tensor]]:
+    """What the linears of the loaded layer see, and the tensors that hold the scales of its KV cache."""
+    collector, ranges = Collector(), KvRanges() if plan.kv_cache is not None else None
+    linears = runner.linears()
+    with collector.watching({module: linears[module] for module in chosen}):
+        for _ in runner.run(index, hidden if chosen or ranges else hidden[:0], ranges):
+            pass
+    statistics = collector.statistics()
+    unseen = next((module for module in chosen if module not in statistics), None)
+    if unseen is not None:
+        raise QtoolError(f"{unseen}: saw no token of the calibration text; calibrate on more, or other, text")
+    if plan.kv_cache is None or ranges is None:
+        return statistics, {}
+    if not ranges.seen:
+        raise UsageError(f"{PREFIX}.{index}: hands no keys and values to a cache; drop quantization.kv_cache")
+    scales = ranges.scales(plan.kv_cache)
+    return statistics, KvLayout(plan.kv_cache).store(attention_of(index), scales)
+
+
+def _stored_dtypes(source: Checkpoint, prefix: str) -> dict[str, torch.dtype]:
+    """The dtype of every tensor that the checkpoint holds of a layer."""
+    names = [name for name in source if name.startswith(f"{prefix}.") and not name.endswith(COMPUTED)]
+    return {name: source.tensor(name).dtype for name in names}
+
+
+@contextmanager
+def _rounding_inputs(activations: Mapping[nn.Linear, Activation]) -> Iterator[None]:
+    """Round what comes to linears while the block runs the model."""
+    with ExitStack() as hooks:
+        for linear, activation in activations.items():
+            hook = linear.register_forward_pre_hook(
+                lambda _, args, how=activation: (how.fake_quantize(args[0]),)
+            )
+            hooks.callback(hook.remove)
+        yield
