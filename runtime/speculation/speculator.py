@@ -22,6 +22,8 @@ _OWN_MEMORY = 12
 _PROBING = 0.01
 """Share of the time that may go into drafting where it should not pay, to see whether it does by now."""
 _PROBED_TOKENS = 2
+_PLAIN_EVERY = 64
+"""Of steps with drafts, how often one has none, so that their time stays known."""
 
 
 @dataclass
@@ -86,6 +88,8 @@ class Speculator:
         self._owners: dict[int, Drafter] = {}
         """Who drafted, by sequence, in the step that runs."""
         self._last_probe = clock()
+        self._num_drafted = 0
+        """Steps with drafts since one had none."""
 
     def draft(self, scheduler: Scheduler, plan: Plan) -> float:
         """Put drafts on the plan's chunks that decode; the seconds that it took."""
@@ -112,10 +116,20 @@ class Speculator:
         for drafter in self.drafters:
             if not _is_free(drafter, sequences, limits):
                 chosen, counts = self._consider(drafter, chosen, counts, load, sequences, limits, left)
+        if self._num_tokens is None and not self._may_draft(any(counts.counts)):
+            return
         drafts = self._make(chosen, counts.counts, sequences)
         for (place, _), option, draft in zip(rooms, chosen, drafts, strict=True):
             if draft and option is not None and scheduler.add_draft(plan, place, draft):
                 self._owners[plan.chunks[place].sequence.id] = option.drafter
+
+    def _may_draft(self, wanted: bool) -> bool:
+        """Whether a step gets the drafts that are wanted: now and then none, so that both can be compared."""
+        self._num_drafted = self._num_drafted + 1 if wanted else 0
+        if self._num_drafted <= _PLAIN_EVERY:
+            return wanted
+        self._num_drafted = 0
+        return False
 
     def _free_options(
         self, sequences: Sequence[SequenceState], limits: Sequence[int]
