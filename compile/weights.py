@@ -75,6 +75,9 @@ class CheckpointWeights:
         if module in self._shapes:
             quantized = self._checkpoint.format is not None and self._checkpoint.format.quantizes(module)
             known = quantized or part in ("weight", "bias")
+        if not known and self._checkpoint.format is not None and self._checkpoint.format.kv_cache is not None:
+            layout = self._checkpoint.format.kv_cache
+            known = name.endswith((f".self_attn.{layout.key}", f".self_attn.{layout.value}"))
         if not known and not (self._config.tied and name == f"{HEAD}.weight"):
             raise QtoolError(
                 f"{self._checkpoint.path}: holds tensor {name}, which has no place in "

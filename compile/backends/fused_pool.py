@@ -1,20 +1,13 @@
 """The KV pool that the attention kernel reads: heads before slots, in 16 bits or as 8-bit codes."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from qtool.compile.config import DecoderConfig
 from qtool.core.activation import FP8_MAX
-
-
-@dataclass(frozen=True)
-class KvScales:
-    """What the codes of an 8-bit pool are multiplied by, each float32 [layers, Hkv]."""
-
-    keys: Tensor
-    values: Tensor
+from qtool.core.qtensor import KvScales
 
 
 class FusedPool:
@@ -27,14 +20,16 @@ class FusedPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        scales: KvScales | None = None,
+        scales: Sequence[KvScales] | None = None,
     ) -> None:
-        """`dtype` is float16 or bfloat16, or int8 or float8_e4m3fn with `scales`."""
+        """`dtype` is float16 or bfloat16, or int8 or float8_e4m3fn with `scales` of each layer."""
         shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_dim)
         self._entries = torch.zeros(shape, dtype=dtype, device=device)
         self._scales = None
         if scales is not None:
-            self._scales = torch.stack((scales.keys, scales.values), 1).to(device, torch.float32)
+            pairs = [(layer.key, layer.value) for layer in scales]
+            each = [torch.stack([side.expand(config.num_kv_heads) for side in pair]) for pair in pairs]
+            self._scales = torch.stack(each).to(device, torch.float32)
         # torch moves no float8 by index
         self._stored = self._entries.view(torch.uint8) if dtype.itemsize == 1 else self._entries
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from qtool.compile.backends.fused import Fused, FusedTokens
-from qtool.compile.backends.fused_pool import FusedPool, KvScales
+from qtool.compile.backends.fused_pool import FusedPool
 from qtool.compile.backends.reference import ResidentWeights
 from qtool.compile.config import DecoderConfig
 from qtool.compile.decoder import Weights, decode, linear_shapes
@@ -21,12 +21,14 @@ from qtool.compile.kernels.spec import AttentionSpec
 from qtool.compile.rope import Rope
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
+from qtool.core.qtensor import KvScales
 from qtool.errors import QtoolError, UsageError
 from qtool.runtime.engines.contract import Floats, Ints, Step, StepResult, slots_of, wanted_hidden_rows
 from qtool.runtime.engines.pool import DEFAULT_TOKENS
 from qtool.runtime.engines.pool import num_blocks as blocks_for
 
 BLOCK_SIZE = 32
+_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _SHARE = 0.5
 _ALIGNED = 4
 """32-bit numbers in 16 bytes: kernels are compiled once for pointers that are multiples of that."""
@@ -45,7 +47,7 @@ class FusedEngine:
         device: torch.device,
         block_size: int = BLOCK_SIZE,
         kv_dtype: torch.dtype | None = None,
-        kv_scales: KvScales | None = None,
+        kv_scales: Sequence[KvScales] | None = None,
         hidden_states: HiddenStates | None = None,
     ) -> None:
         """`dtype` is float16 or bfloat16, `kv_dtype` the same, or int8 or float8_e4m3fn with scales.
@@ -157,7 +159,8 @@ def open_fused(
 ) -> FusedEngine:
     """Open a checkpoint, or with `spec` an engine of target ``reference``, on a GPU: ``cuda``, ``cuda:1``.
 
-    It computes in the checkpoint's own 16-bit type, in bfloat16 where that is float32. Raises UsageError when
+    It computes in the checkpoint's own 16-bit type, in bfloat16 where that is float32. So is the KV cache, or
+    with codes and scales as a checkpoint says; an engine has been compiled for f16. Raises UsageError when
     there is no such GPU, and for an engine whose KV cache is to have 32 bits.
     """
     if spec is not None and spec.kv_cache == "f32":
@@ -166,7 +169,11 @@ def open_fused(
             "with --kv-cache f16, or serve the checkpoint itself"
         )
     gpu, dtype = _find(device), _compute_dtype(checkpoint)
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    kv_dtype, scales = dtype, None
+    if spec is None and checkpoint.kv_cache is not None:
+        kv_dtype = _CODES[checkpoint.kv_cache.kind]
+        scales = [checkpoint.kv_scales(f"model.layers.{i}.self_attn") for i in range(config.num_layers)]
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_dtype.itemsize
     tokens = kv_cache_tokens or _default_tokens(config, dtype, per_token, gpu)
     engine = FusedEngine(
         config,
@@ -174,6 +181,8 @@ def open_fused(
         num_blocks=blocks_for(tokens, BLOCK_SIZE, per_token),
         dtype=dtype,
         device=gpu,
+        kv_dtype=kv_dtype,
+        kv_scales=scales,
         hidden_states=hidden_states,
     )
     engine.run(_FIRST)

@@ -1,16 +1,14 @@
 """The torch engine as it runs on a GPU, on a CPU in Triton's interpreter, held to the reference engine.
 
-Run as a script, since Triton decides when it is imported whether kernels are compiled or interpreted: cases
-come as JSON through stdin, how far each is from the reference leaves as JSON through stdout.
+Run as a script, since Triton decides when it is imported whether kernels are compiled or interpreted. It
+takes folders of checkpoints, and tells as JSON how far the steps of each are from the reference.
 """
 
 import json
-import math
 import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 warnings.simplefilter("error")
@@ -18,22 +16,20 @@ warnings.simplefilter("error")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from qtool.compile.backends.fused_pool import KvScales  # noqa: E402
 from qtool.compile.config import read_config  # noqa: E402
 from qtool.compile.hidden import FINAL, HiddenStates  # noqa: E402
 from qtool.compile.weights import CheckpointWeights  # noqa: E402
 from qtool.core.checkpoint import Checkpoint  # noqa: E402
+from qtool.runtime.engines import fused  # noqa: E402
 from qtool.runtime.engines.contract import Engine, Step, StepResult, slots_of  # noqa: E402
-from qtool.runtime.engines.fused import FusedEngine  # noqa: E402
 from qtool.runtime.engines.reference import ReferenceEngine  # noqa: E402
 from tests.compile import kernels_interpreter  # noqa: E402
 from tests.compile.steps import Chunk, difference, step_of  # noqa: E402
 
-BLOCK = 16
+BLOCK = 32
 TOKENS = np.random.default_rng(0).integers(0, 101, 90).tolist()
 TABLES = [[9, 2, 11, 5], [7, 0, 3], [1, 4]]
 PARENTS = (-1, 0, 0, 1, 2)
-PEAKS = {torch.int8: 127, torch.float8_e4m3fn: 448}
 PATH = np.array([0, 2, 4], np.int32)
 
 
@@ -74,43 +70,46 @@ def steps(engine: Engine) -> list[np.ndarray]:
 
 
 class Rounded(ReferenceEngine):
-    """The reference with a past that is rounded to codes once it is past."""
+    """The reference with a past that is rounded to a checkpoint's codes once it is past."""
 
-    kv_dtype: torch.dtype
-    scales: KvScales
+    checkpoint: Checkpoint
 
     def run_with_hidden(self, step: Step) -> StepResult:
         result = super().run_with_hidden(step)
-        for cache, scales in ((self._pool.keys, self.scales.keys), (self._pool.values, self.scales.values)):
-            scale = scales[:, None, None, :, None]
-            codes = cache / scale
-            limit = PEAKS[self.kv_dtype]
-            codes = codes.round() if self.kv_dtype == torch.int8 else codes
-            cache.copy_(codes.clamp(-limit, limit).to(self.kv_dtype).float() * scale)
+        scheme = self.checkpoint.kv_cache
+        if scheme is not None:
+            for layer in range(len(self._pool.keys)):
+                scales = self.checkpoint.kv_scales(f"model.layers.{layer}.self_attn")
+                rounded(self._pool.keys[layer], scales.key, scheme.kind)
+                rounded(self._pool.values[layer], scales.value, scheme.kind)
         return result
 
 
-def far(folder: str, dtype: str, kv_dtype: str | None) -> list[float]:
+def rounded(cache: torch.Tensor, scale: torch.Tensor, kind: str) -> None:
+    """Round a layer's pool [blocks, block_size, Hkv, D] in place."""
+    codes = cache / scale[:, None]
+    if kind == "int8":
+        codes = codes.round().clamp(-128, 127)
+    else:
+        codes = codes.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    cache.copy_(codes * scale[:, None])
+
+
+def far(folder: str) -> list[float]:
     checkpoint = Checkpoint(Path(folder))
     config = read_config(checkpoint.config, folder)
-    weights = CheckpointWeights(config, checkpoint)
     hidden = HiddenStates(size=config.hidden_size, layers=(1, FINAL))
-    common: dict[str, Any] = {"num_blocks": 14, "block_size": BLOCK, "hidden_states": hidden}
-    fused: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": torch.device("cpu")}
-    if kv_dtype is None:
-        reference = ReferenceEngine(config, weights, **common)
-    else:
-        reference = Rounded(config, weights, **common)
-        reference.kv_dtype = fused["kv_dtype"] = getattr(torch, kv_dtype)
-        # each layer and head its own: any other's would show
-        shape = config.num_layers, config.num_kv_heads
-        peaks = torch.linspace(6, 18, math.prod(shape)).view(shape) / PEAKS[reference.kv_dtype]
-        reference.scales = fused["kv_scales"] = KvScales(peaks, peaks.flip(0, 1))
-    engine = FusedEngine(config, weights, **common, **fused)
+    engine = fused.open_fused(
+        checkpoint, config, None, kv_cache_tokens=14 * BLOCK, hidden_states=hidden, device="cuda"
+    )
+    reference = Rounded(
+        config, CheckpointWeights(config, checkpoint), num_blocks=14, block_size=BLOCK, hidden_states=hidden
+    )
+    reference.checkpoint = checkpoint
     return [difference(got, wanted) for got, wanted in zip(steps(engine), steps(reference), strict=True)]
 
 
 if __name__ == "__main__":
     kernels_interpreter.widen_bfloat16()
-    cases: list[dict[str, Any]] = json.load(sys.stdin)
-    json.dump([far(**case) for case in cases], sys.stdout)
+    fused._find = lambda device: torch.device("cpu")
+    json.dump([far(folder) for folder in sys.argv[1:]], sys.stdout)

@@ -7,51 +7,66 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from qtool.compile.backends.fused import Fused
 from qtool.compile.backends.reference import Dense
 from qtool.compile.build import compile_engine
 from qtool.compile.layers import Mixture
+from qtool.core.formats import compressed_tensors
+from qtool.core.formats.kv_cache import KvLayout
+from qtool.core.qtensor import KvScales
+from qtool.core.schemes import KvCacheScheme
 from qtool.errors import UsageError
 from qtool.runtime.engines import open_engine
-from tests.compile.checkpoints import write_family
+from tests.compile.checkpoints import edit_config, write_family
 
 ROOT = Path(__file__).parents[2]
+INT8, FP8 = KvCacheScheme("int8", per_head=True), KvCacheScheme("fp8")
 CASES = {
     # Numbers of 11 bits through 3 layers. Windows, query norms and two rotary embeddings; grouped queries.
-    ("gemma3", "float16", None): 0.01,
-    ("llama3", "float16", None): 0.03,
+    ("gemma3", torch.float16, None): 0.01,
+    ("llama3", torch.float16, None): 0.03,
     # Of 8 bits, which the interpreter cuts to where a GPU rounds.
-    ("mistral", "bfloat16", None): 0.1,
+    ("mistral", torch.bfloat16, None): 0.1,
     # The past in 8 bits, in the reference too: here and there a number falls to the code beside.
-    ("llama", "float16", "int8"): 0.08,
-    ("llama", "float16", "float8_e4m3fn"): 0.08,
+    ("llama", torch.float16, INT8): 0.08,
+    ("llama", torch.float16, FP8): 0.08,
 }
 
 
+def write_case(family: str, dtype: torch.dtype, scheme: KvCacheScheme | None, folder: Path) -> Path:
+    """A checkpoint, with scales of a KV cache that differ from layer to layer and head to head."""
+    write_family(family, folder, dtype)
+    if scheme is not None:
+        tensors, limit = load_file(folder / "model.safetensors"), 127 if scheme.kind == "int8" else 448
+        for layer in range(3):
+            heads = torch.arange(2 if scheme.per_head else 1)
+            scales = KvScales((6 + 4 * layer + 3 * heads) / limit, (18 - 4 * layer - 3 * heads) / limit)
+            tensors |= KvLayout(scheme).store(f"model.layers.{layer}.self_attn", scales)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        edit_config(folder, quantization_config=compressed_tensors.config({}, ["lm_head"], scheme))
+    return folder
+
+
 @pytest.fixture(scope="module")
-def far(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str | None], list[float]]:
+def far(tmp_path_factory: pytest.TempPathFactory) -> dict[object, list[float]]:
     """How far each step of each case is from the reference. One process for all, as it starts slowly."""
-    folder, cases = tmp_path_factory.mktemp("fused"), []
-    for family, dtype, kv_dtype in CASES:
-        if not (folder / family).exists():
-            write_family(family, folder / family)
-        cases.append({"folder": str(folder / family), "dtype": dtype, "kv_dtype": kv_dtype})
+    root = tmp_path_factory.mktemp("fused")
+    folders = [write_case(*case, root / str(number)) for number, case in enumerate(CASES)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.fused_interpreter"],
-        input=json.dumps(cases),
+        [sys.executable, "-m", "tests.runtime.fused_interpreter", *folders],
         stdout=subprocess.PIPE,
-        text=True,
         check=True,
         cwd=ROOT,
     )
     return dict(zip(CASES, json.loads(done.stdout), strict=True))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
 def test_prompts_chunks_decoding_and_trees_agree_with_the_reference(
-    far: dict[tuple[str, str, str | None], list[float]], case: tuple[str, str, str | None]
+    far: dict[object, list[float]], case: tuple[str, torch.dtype, KvCacheScheme | None]
 ) -> None:
     assert len(far[case]) == 5
     assert max(far[case]) < CASES[case]
