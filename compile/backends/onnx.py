@@ -111,13 +111,13 @@ class Onnx:
         return Rows(self._graph.node("RotaryEmbedding", x.name, cos, sin, **sizes), x.features)
 
     def attention(self, q: Rows, k: Rows, v: Rows, attention: Attention) -> Rows:
-        query = self._heads(q, attention.head_dim)
+        query = self._heads(self._scaled_once(q, attention.scale), attention.head_dim)
         key, value = (
             self._past_and_new(f"{kind}.{attention.layer}", new, attention)
             for kind, new in (("key", k), ("value", v))
         )
         mask = self._mask(attention.window)
-        mixed = self._graph.node("Attention", query, key, value, mask, scale=attention.scale)
+        mixed = self._graph.node("Attention", query, key, value, mask, scale=1.0)
         rows = self._graph.node("Transpose", mixed, perm=[0, 2, 1, 3])
         return Rows(self._reshape(rows, 0, 0, q.features), q.features)
 
@@ -189,6 +189,14 @@ class Onnx:
 
     def _cast(self, name: str, source: torch.dtype, target: torch.dtype) -> str:
         return name if source == target else self._graph.node("Cast", name, to=KINDS[target])
+
+    def _scaled_once(self, q: Rows, scale: float) -> Rows:
+        """Queries times attention's scale, rounded once.
+
+        Given the scale, TensorRT multiplies queries and keys each by its root, in float16: four roundings.
+        """
+        exact = self._scaled(self._cast(q.name, self._dtype, torch.float32), scale, np.float32)
+        return Rows(self._cast(exact, torch.float32, self._dtype), q.features)
 
     def _scaled(self, name: str, factor: float, kind: type[np.floating]) -> str:
         """A tensor, whose elements are of type `kind`, times a number."""

@@ -95,7 +95,7 @@ class Interpreter:
         return x.to(self._dtype) if x.dtype == torch.float16 else x
 
     def _to(self, x: Tensor, dtype: Any) -> Tensor:
-        return self._number(x.to(DTYPES[dtype]))
+        return x.to(self._dtype if dtype == trt.DataType.HALF else DTYPES[dtype])
 
     def _constant(self, layer: Any) -> Tensor:
         if layer.name in self._codes:

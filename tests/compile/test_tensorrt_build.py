@@ -2,8 +2,8 @@
 
 import json
 import math
+import resource
 import sys
-import time
 from pathlib import Path
 
 import onnx
@@ -43,9 +43,9 @@ def two_layers(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(two_layers: Path) -> tuple[Path, float, list[tuple[str, float]]]:
-    """The engine folder, the seconds it took, and the progress that was told."""
+    """The engine folder, the CPU seconds that the builder's process took, and the progress that was told."""
     told: list[tuple[str, float]] = []
-    start = time.perf_counter()
+    start = children_seconds()
     compile_engine(
         two_layers,
         "tensorrt-rtx",
@@ -53,7 +53,13 @@ def built(two_layers: Path) -> tuple[Path, float, list[tuple[str, float]]]:
         tensorrt=OPTIONS,
         progress=lambda phase, share: told.append((phase, share)),
     )
-    return two_layers.with_name("engine"), time.perf_counter() - start, told
+    return two_layers.with_name("engine"), children_seconds() - start, told
+
+
+def children_seconds() -> float:
+    """CPU time of the processes that have been waited for: what else runs on the machine is not in it."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 @pytest.fixture
@@ -74,7 +80,7 @@ def test_two_layers_build_for_four_gpus_in_time_for_ci(
     assert not list(folder.glob("*.onnx*"))
     assert not list(folder.glob("build.*"))
     assert (folder / "tokenizer.json").is_file()
-    assert seconds < 60  # under 5 where nothing else runs
+    assert 0 < seconds < 15  # about 2
 
 
 def test_the_plan_is_as_large_as_predicted(info: EngineInfo) -> None:
