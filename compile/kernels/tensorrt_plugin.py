@@ -57,11 +57,8 @@ Attributes = Mapping[str, Any]
 
 
 @cache
-def register(*, lazily: bool = False) -> None:
-    """Describe both plugins to TensorRT, once for a process.
-
-    `lazily` keeps them from TensorRT's own registry, where a parser looks for them.
-    """
+def register() -> None:
+    """Describe both plugins to TensorRT, once for a process: a parser then finds them in its registry."""
     import tensorrt as trt
     import tensorrt.plugin as trtp
 
@@ -123,11 +120,11 @@ def register(*, lazily: bool = False) -> None:
     implementation = tuple[str, str, trtp.KernelLaunchParams, trtp.SymExprs]
     attend = partial(_declared, dict.fromkeys(INPUTS, one), ATTEND_ATTRIBUTES)
     merge = partial(_declared, dict.fromkeys(("parts", "lse"), one), MERGE_ATTRIBUTES)
-    trtp.register("qtool::attend", lazy_register=lazily)(attend(describe_attend, {}, two))
+    trtp.register("qtool::attend")(attend(describe_attend, {}, two))
     trtp.autotune("qtool::attend")(attend(tune_attend, {"outputs": two}, list[trtp.AutoTuneCombination]))
     outputs = {"outputs": two, "tactic": int}
     trtp.aot_impl("qtool::attend")(attend(implement_attend, outputs, implementation))
-    trtp.register("qtool::merge", lazy_register=lazily)(merge(describe_merge, {}, one))
+    trtp.register("qtool::merge")(merge(describe_merge, {}, one))
     outputs = {"outputs": tuple[trtp.TensorDesc], "tactic": int}
     trtp.aot_impl("qtool::merge")(merge(implement_merge, outputs, implementation))
 

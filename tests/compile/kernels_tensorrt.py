@@ -34,6 +34,22 @@ SYMBOLS = (
 )
 
 
+class Registry:
+    """Finds creators as TensorRT does, whose parser looks for an operator, version 1 and a namespace."""
+
+    def __init__(self) -> None:
+        self._creators: dict[tuple[str, str, str], Any] = {}
+
+    def register_creator(self, creator: Any, namespace: str) -> None:
+        self._creators[creator.name, creator.plugin_version, namespace] = creator
+
+    def get_creator(self, name: str, version: str, namespace: str) -> Any:
+        return self._creators[name, version, namespace]
+
+
+REGISTRY = Registry()
+
+
 def import_tensorrt() -> Any:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "empty.c")
@@ -47,6 +63,7 @@ def import_tensorrt() -> Any:
     # These two take nothing but the libraries' own expressions.
     trt.ISymExpr = object
     trt.DimsExprs = lambda length: [None] * length
+    trt.get_plugin_registry = lambda: REGISTRY
     # What the package `tensorrt`, which asks for the libraries, does.
     sys.modules["tensorrt"] = trt
     import tensorrt_bindings.plugin as trtp
@@ -56,8 +73,6 @@ def import_tensorrt() -> Any:
 
 
 trt = import_tensorrt()
-
-from tensorrt_bindings.plugin._lib import _TemplatePluginCreator  # noqa: E402
 
 from qtool.compile.kernels import tensorrt_plugin  # noqa: E402
 
@@ -112,8 +127,8 @@ def field(name: str, value: Any) -> Any:
 
 def drive(name: str, inputs: list[tuple[list[int], str]], attributes: dict[str, Any], tactic: int) -> Any:
     """What the builder asks of one plugin, in its order; what it would then launch."""
-    kinds = {key: (True, type(value)) for key, value in attributes.items()}
-    plugin = _TemplatePluginCreator(name, "qtool", kinds).create_plugin(
+    creator = REGISTRY.get_creator(name, "1", "qtool")
+    plugin = creator.create_plugin(
         name,
         "qtool",
         [field(key, value) for key, value in attributes.items()],
@@ -136,6 +151,7 @@ def drive(name: str, inputs: list[tuple[list[int], str]], attributes: dict[str, 
     kernel, ptx = plugin.get_kernel([each.desc for each in given], [each.desc for each in made])
     numbers = {key: expression.expr.value for key, expression in vars(launch).items()}
     return {
+        "fields": {each.name: each.type.name for each in creator.field_names},
         "outputs": [[shape, dtype.name] for shape, dtype in zip(shapes, dtypes, strict=True)],
         "tactics": sorted(tactics),
         "grid": [numbers["grid_x"], numbers["grid_y"], numbers["grid_z"]],
@@ -149,5 +165,5 @@ def drive(name: str, inputs: list[tuple[list[int], str]], attributes: dict[str, 
 
 if __name__ == "__main__":
     cases = json.load(sys.stdin)
-    tensorrt_plugin.register(lazily=True)
+    tensorrt_plugin.register()
     json.dump([drive(**case) for case in cases], sys.stdout)

@@ -10,7 +10,7 @@ import pytest
 
 from qtool.compile.kernels.paged_attention import attend, merge
 from qtool.compile.kernels.spec import AttentionSpec, grid, num_splits, tiles
-from qtool.compile.kernels.tensorrt_plugin import INPUTS
+from qtool.compile.kernels.tensorrt_plugin import ATTEND_ATTRIBUTES, INPUTS, MERGE_ATTRIBUTES
 
 SPEC = AttentionSpec(9, 3, 64, 16, 0.125, split=True)
 MAX_BLOCKS = 512
@@ -111,6 +111,12 @@ def test_kernels_take_inputs_then_scalars_then_outputs_as_tensorrt_passes_them(t
     ]
     assert told["merge float16"]["parameters"] == ["u64", "u64", "u32", "u32", "u64"]
     assert merge.arg_names[:5] == ["parts", "lse", "num_rows", "num_splits", "output"]
+
+
+def test_a_parser_is_told_the_fields_to_read_off_a_node(told: dict[str, Any]) -> None:
+    kinds = {int: "INT64", float: "FLOAT64", str: "CHAR"}
+    for name, declared in (("decode 1", ATTEND_ATTRIBUTES), ("merge float16", MERGE_ATTRIBUTES)):
+        assert told[name]["fields"] == {field: kinds[kind] for field, kind in declared.items()}
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("float16", "HALF"), ("bfloat16", "BF16")])
