@@ -10,21 +10,21 @@ import numpy as np
 import torch
 from onnx import TensorProto
 
-from qtool.compile.backends.onnx import Onnx, Rows
-from qtool.compile.backends.onnx_graph import Graph
+from qtool.compile.backends.onnx import Rows
+from qtool.compile.backends.onnx_graph import Attribute, Graph
+from qtool.compile.backends.onnx_tensorrt import TensorRtOnnx
 from qtool.compile.decoder import Attention
 
 DOMAIN = "qtool"
 """Of the plugins: TensorRT's parser finds them by this and the operator's name."""
-_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
-class PluginOnnx(Onnx):
-    """`Onnx` with the plugins of `qtool.compile.kernels.tensorrt_plugin`, for GPUs of one capability."""
+class PluginOnnx(TensorRtOnnx):
+    """`TensorRtOnnx` with plugins, those of `qtool.compile.kernels.tensorrt_plugin`, for GPUs of one capability."""
 
     def __init__(self, graph: Graph, dtype: torch.dtype, block_size: int, *, compute_capability: int) -> None:
         super().__init__(graph, dtype, block_size)
-        self._plugin = {
+        self._plugin: dict[str, Attribute] = {
             "plugin_namespace": DOMAIN,
             "aot": 1,  # the parser's own: the kernel is compiled now, not when the engine runs
             "compute_capability": compute_capability,
@@ -38,8 +38,10 @@ class PluginOnnx(Onnx):
         for name, new in zip(names, (k, v), strict=True):
             self._give_out(name, new, attention)
         no_scale = graph.constant(np.ones(1, np.float32))
+        queries, *new = (self._reshape(x.name, -1, x.features // dim, dim) for x in (q, k, v))
         inputs = [
-            *(self._reshape(x.name, -1, x.features // dim, dim) for x in (q, k, v)),
+            queries,
+            *new,
             *(self._pool(name, attention) for name in names),
             self._tables,
             *self._where(),
@@ -47,22 +49,18 @@ class PluginOnnx(Onnx):
             no_scale,
             no_scale,
         ]
-        parts = graph.nodes(
-            "attend",
-            inputs,
-            2,
-            domain=DOMAIN,
+        options = {
             **self._plugin,
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=dim,
-            block_size=self._block_size,
-            scale=attention.scale,
-            window=attention.window or 0,
-            has_tree=1,
-        )
-        kind = {"head_dim": dim, "dtype": _NAMES[self._dtype]}
-        (mixed,) = graph.nodes("merge", parts, 1, domain=DOMAIN, **self._plugin, **kind)
+            "num_heads": attention.num_heads,
+            "num_kv_heads": attention.num_kv_heads,
+            "head_dim": dim,
+            "block_size": self._block_size,
+            "scale": attention.scale,
+            "window": attention.window or 0,
+            "has_tree": 1,
+        }
+        parts = graph.nodes("attend", inputs, 2, domain=DOMAIN, **options)
+        (mixed,) = graph.nodes("merge", [*parts, queries, self._tables], 1, domain=DOMAIN, **options)
         rows = graph.node("Reshape", mixed, graph.node("Shape", q.name))
         graph.declare(rows, self._kind, ["B", "S", q.features])
         return Rows(rows, q.features)

@@ -76,6 +76,8 @@ def compile_merge(head_dim: int, dtype: Dtype, cc: int) -> CompiledKernel:
     arguments = {
         "parts": "*fp32",
         "lse": "*fp32",
+        "queries": POINTERS[dtype],
+        "block_tables": "*i32",
         "num_rows": "i32",
         "num_splits": "i32",
         "output": POINTERS[dtype],

@@ -128,6 +128,8 @@ def paged_attention(
         merge[(rows,)](
             attended,
             lse,
+            queries,
+            batch.block_tables,
             rows,
             parts,
             output,

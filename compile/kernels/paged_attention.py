@@ -198,6 +198,8 @@ def attend(
 def merge(
     parts,  # [S, T, H, D] in float32
     lse,  # [S, T, H] in float32
+    queries,  # this and the next are inputs of the plugin for their shapes alone
+    block_tables,
     num_rows,  # T * H
     num_splits,  # S
     output,  # [T, H, D]

@@ -135,6 +135,15 @@ def num_splits(
     return least(least(most(wanted_programs // (programs * kv_heads), 1), worth), MAX_SPLITS)
 
 
+def max_partial_rows(spec: AttentionSpec, num_tokens: int, most: Callable[[int, int], int] = max) -> int:
+    """A bound on S · T that never shrinks when a batch grows, as S · T itself does.
+
+    Where S is above 1 it is at most WANTED_PROGRAMS over the programs of one split, of which there are more
+    than T over a tile's tokens for each KV head.
+    """
+    return most(num_tokens, WANTED_PROGRAMS * tiles(spec)[0].tokens(spec) // spec.num_kv_heads)
+
+
 def constants(spec: AttentionSpec, tile: Tile) -> dict[str, int | float | bool]:
     """The compile-time arguments of `attend`."""
     return {

@@ -19,6 +19,7 @@ from qtool.compile.kernels.spec import (
     Dtype,
     PoolDtype,
     grid,
+    max_partial_rows,
     num_splits,
     tiles,
 )
@@ -40,7 +41,10 @@ INPUTS = (
 """Tensors of `attend`, shaped as its source says. Without a tree or an 8-bit pool, constants stand for the
 last three: [1, 1] bool, and [1] float32 twice."""
 
-ATTEND_ATTRIBUTES: dict[str, type] = {
+MERGED = ("parts", "lse", "queries", "block_tables")
+"""Tensors of `merge`: the outputs of `attend`, and two of its inputs for their shapes."""
+
+ATTRIBUTES: dict[str, type] = {
     "num_heads": int,
     "num_kv_heads": int,
     "head_dim": int,
@@ -50,7 +54,7 @@ ATTEND_ATTRIBUTES: dict[str, type] = {
     "has_tree": int,
     "compute_capability": int,
 }
-MERGE_ATTRIBUTES: dict[str, type] = {"head_dim": int, "dtype": str, "compute_capability": int}
+"""Of both plugins."""
 
 Tensors = Mapping[str, Any]
 Attributes = Mapping[str, Any]
@@ -66,26 +70,27 @@ def register() -> None:
     pool_dtypes: dict[Any, PoolDtype] = {**dtypes, trt.int8: "int8", trt.fp8: "float8_e4m3"}
 
     def spec_of(tensors: Tensors, attributes: Attributes) -> AttentionSpec:
+        pool = tensors.get("key_pool", tensors["queries"])  # what `merge` does depends on no pool
         shape = ("num_heads", "num_kv_heads", "head_dim", "block_size", "scale", "window")
         return AttentionSpec(
             **{name: attributes[name] for name in shape},
             tree=bool(attributes["has_tree"]),
             dtype=dtypes[tensors["queries"].dtype],
-            pool_dtype=pool_dtypes[tensors["key_pool"].dtype],
+            pool_dtype=pool_dtypes[pool.dtype],
             split=True,
         )
 
     def extent(tensors: Tensors) -> tuple[Any, Any, Any]:
         """T, B and max_blocks, symbolic."""
-        tokens = tensors["queries"].shape_expr[0]
-        return tokens, tensors["past_lens"].shape_expr[0], tensors["block_tables"].shape_expr[1]
+        return tensors["queries"].shape_expr[0], *tensors["block_tables"].shape_expr
 
     def splits(spec: AttentionSpec, tensors: Tensors) -> Any:
         return num_splits(spec, *extent(tensors), trtp.ShapeExpr(WANTED_PROGRAMS), trtp.min, trtp.max)
 
     def describe_attend(tensors: Tensors, attributes: Attributes) -> Any:
         spec = spec_of(tensors, attributes)
-        rows = (splits(spec, tensors), extent(tensors)[0], spec.num_heads)
+        # Not [S, T]: nothing says that memory is set aside for the largest product and not for the largest T.
+        rows = max_partial_rows(spec, extent(tensors)[0], trtp.max), spec.num_heads
         parts = trtp.from_shape_expr((*rows, spec.head_dim), trt.float32)
         return parts, trtp.from_shape_expr(rows, trt.float32)
 
@@ -105,21 +110,19 @@ def register() -> None:
         return kernel.name, kernel.ptx, launch, trtp.SymIntExprs.from_tuple(scalars)
 
     def describe_merge(tensors: Tensors, attributes: Attributes) -> Any:
-        _, tokens, num_heads, _ = tensors["parts"].shape_expr
-        kind = next(kind for kind, name in dtypes.items() if name == attributes["dtype"])
-        return trtp.from_shape_expr((tokens, num_heads, attributes["head_dim"]), kind)
+        return trtp.from_shape_expr(tuple(tensors["queries"].shape_expr), tensors["queries"].dtype)
 
     def implement_merge(tensors: Tensors, attributes: Attributes, outputs: Any, tactic: int) -> Any:
-        parts, tokens, num_heads, _ = tensors["parts"].shape_expr
-        rows = tokens * num_heads
-        kernel = compile_merge(attributes["head_dim"], attributes["dtype"], attributes["compute_capability"])
+        spec = spec_of(tensors, attributes)
+        rows = extent(tensors)[0] * spec.num_heads
+        kernel = compile_merge(spec.head_dim, spec.dtype, attributes["compute_capability"])
         launch = trtp.KernelLaunchParams(grid_x=rows, block_x=kernel.threads, shared_mem=kernel.shared)
-        return kernel.name, kernel.ptx, launch, trtp.SymIntExprs.from_tuple((rows, parts))
+        return kernel.name, kernel.ptx, launch, trtp.SymIntExprs.from_tuple((rows, splits(spec, tensors)))
 
     one, two = trtp.TensorDesc, tuple[trtp.TensorDesc, trtp.TensorDesc]
     implementation = tuple[str, str, trtp.KernelLaunchParams, trtp.SymExprs]
-    attend = partial(_declared, dict.fromkeys(INPUTS, one), ATTEND_ATTRIBUTES)
-    merge = partial(_declared, dict.fromkeys(("parts", "lse"), one), MERGE_ATTRIBUTES)
+    attend = partial(_declared, dict.fromkeys(INPUTS, one), ATTRIBUTES)
+    merge = partial(_declared, dict.fromkeys(MERGED, one), ATTRIBUTES)
     trtp.register("qtool::attend")(attend(describe_attend, {}, two))
     trtp.autotune("qtool::attend")(attend(tune_attend, {"outputs": two}, list[trtp.AutoTuneCombination]))
     outputs = {"outputs": two, "tactic": int}

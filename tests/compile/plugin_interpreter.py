@@ -29,6 +29,7 @@ from qtool.compile.kernels.spec import (
     choose_tile,
     constants,
     grid,
+    max_partial_rows,
     merge_constants,
     num_splits,
 )
@@ -47,28 +48,26 @@ PARENTS = (-1, 0, 0, 1, 2, 4)
 TOKENS = np.random.default_rng(2).integers(0, 101, 80).tolist()
 
 
+def spec_of(node: OpRun) -> AttentionSpec:
+    """What the attributes of a node say."""
+    shape = node.num_heads, node.num_kv_heads, node.head_dim, node.block_size
+    tree = bool(node.has_tree)
+    return AttentionSpec(*shape, float(node.scale), window=node.window, tree=tree, split=True)
+
+
 class Attend(OpRun):  # type: ignore[misc]
     """One launch of `attend` as the plugin asks TensorRT for it."""
 
     op_domain = "qtool"
 
     def _run(self, *inputs: Array, **_: object) -> tuple[Array, Array]:
-        spec = AttentionSpec(
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.block_size,
-            float(self.scale),
-            window=self.window,
-            tree=bool(self.has_tree),
-            split=True,
-        )
+        spec = spec_of(self)
         tensors = [torch.from_numpy(array.copy()) for array in inputs]
         (tokens, sequences), max_blocks = (len(tensors[0]), len(tensors[6])), tensors[5].shape[1]
         splits = num_splits(spec, tokens, sequences, max_blocks)
         tile = choose_tile(spec, tokens, sequences)
-        parts = torch.full((splits, *tensors[0].shape), torch.nan)
-        lse = torch.full(parts.shape[:3], torch.nan)
+        parts = torch.full((max_partial_rows(spec, tokens), *tensors[0].shape[1:]), torch.nan)
+        lse = torch.full(parts.shape[:2], torch.nan)
         attend[grid(spec, tile, tokens, sequences, splits)](
             *tensors, tokens, sequences, max_blocks, tensors[9].shape[1], parts, lse, **constants(spec, tile)
         )
@@ -80,18 +79,11 @@ class Merge(OpRun):  # type: ignore[misc]
 
     op_domain = "qtool"
 
-    def _run(self, parts: Array, lse: Array, **_: object) -> tuple[Array]:
-        splits, tokens, num_heads, head_dim = parts.shape
-        output = torch.empty(tokens, num_heads, head_dim, dtype=getattr(torch, self.dtype))
-        rows = tokens * num_heads
-        merge[(rows,)](
-            torch.from_numpy(parts),
-            torch.from_numpy(lse),
-            rows,
-            splits,
-            output,
-            **merge_constants(self.head_dim),
-        )
+    def _run(self, parts: Array, lse: Array, queries: Array, tables: Array, **_: object) -> tuple[Array]:
+        inputs = [torch.from_numpy(array.copy()) for array in (parts, lse, queries, tables)]
+        splits = num_splits(spec_of(self), len(queries), *tables.shape)
+        output, rows = torch.empty_like(inputs[2]), len(queries) * self.num_heads
+        merge[(rows,)](*inputs, rows, splits, output, **merge_constants(self.head_dim))
         return (output.numpy(),)
 
 

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qtool.compile.kernels.aot import SHARED_LIMITS, CompiledKernel, compile_ahead, compile_merge
-from qtool.compile.kernels.spec import MAX_SPLITS, AttentionSpec, choose_tile, grid, num_splits, tiles
+from qtool.compile.kernels.spec import (
+    MAX_SPLITS,
+    AttentionSpec,
+    choose_tile,
+    grid,
+    max_partial_rows,
+    num_splits,
+    tiles,
+)
 from qtool.errors import QtoolError, UsageError
 
 SMOLLM2 = AttentionSpec(9, 3, 64, 16, 0.125)
@@ -127,6 +135,7 @@ def test_splits_stay_within_what_merge_holds_and_what_the_keys_are_worth(
 ) -> None:
     splits = num_splits(spec, tokens + sequences, sequences, max_blocks)
     assert 1 <= splits <= MAX_SPLITS
+    assert splits * (tokens + sequences) <= max_partial_rows(spec, tokens + sequences)
     keys = min(max_blocks * spec.block_size, spec.window or 2**31)
     assert splits == 1 or keys >= splits * 256
 

@@ -9,11 +9,21 @@ from typing import Any
 import pytest
 
 from qtool.compile.kernels.paged_attention import attend, merge
-from qtool.compile.kernels.spec import AttentionSpec, grid, num_splits, tiles
-from qtool.compile.kernels.tensorrt_plugin import ATTEND_ATTRIBUTES, INPUTS, MERGE_ATTRIBUTES
+from qtool.compile.kernels.spec import AttentionSpec, grid, max_partial_rows, num_splits, tiles
+from qtool.compile.kernels.tensorrt_plugin import ATTRIBUTES, INPUTS, MERGED
 
 SPEC = AttentionSpec(9, 3, 64, 16, 0.125, split=True)
 MAX_BLOCKS = 512
+OPTIONS = {
+    "num_heads": 9,
+    "num_kv_heads": 3,
+    "head_dim": 64,
+    "block_size": 16,
+    "scale": 0.125,
+    "window": 0,
+    "has_tree": 0,
+    "compute_capability": 90,
+}
 
 # T and B of a batch of one with a long context, of eight sequences that verify 5 drafts, and of a chunk.
 EXTENTS = {"decode": (1, 1), "verify": (48, 8), "chunk": (512, 1)}
@@ -36,27 +46,26 @@ def case(tokens: int, sequences: int, tactic: int) -> dict[str, Any]:
         "key_scales": ([1], "FLOAT"),
         "value_scales": ([1], "FLOAT"),
     }
-    attributes = {
-        "num_heads": 9,
-        "num_kv_heads": 3,
-        "head_dim": 64,
-        "block_size": 16,
-        "scale": 0.125,
-        "window": 0,
-    }
     return {
         "name": "attend",
         "inputs": [inputs[name] for name in INPUTS],
-        "attributes": {**attributes, "has_tree": 0, "compute_capability": 90},
+        "attributes": OPTIONS,
         "tactic": tactic,
     }
 
 
-def merge_case(dtype: str) -> dict[str, Any]:
+def merge_case(kind: str) -> dict[str, Any]:
+    """Six sequences that verify 7 drafts."""
+    inputs = {
+        "parts": ([426, 9, 64], "FLOAT"),
+        "lse": ([426, 9], "FLOAT"),
+        "queries": ([48, 9, 64], kind),
+        "block_tables": ([6, MAX_BLOCKS], "INT32"),
+    }
     return {
         "name": "merge",
-        "inputs": [([4, 48, 9, 64], "FLOAT"), ([4, 48, 9], "FLOAT")],
-        "attributes": {"head_dim": 64, "dtype": dtype, "compute_capability": 90},
+        "inputs": [inputs[name] for name in MERGED],
+        "attributes": OPTIONS,
         "tactic": 0,
     }
 
@@ -67,7 +76,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cases = {
         f"{name} {tactic}": case(*extent, tactic) for name, extent in EXTENTS.items() for tactic in (1, 2)
     }
-    cases |= {f"merge {dtype}": merge_case(dtype) for dtype in ("float16", "bfloat16")}
+    cases |= {f"merge {dtype}": merge_case(dtype) for dtype in ("HALF", "BF16")}
     script = Path(__file__).with_name("kernels_tensorrt.py")
     done = run(
         [sys.executable, script], input=json.dumps(list(cases.values())), stdout=PIPE, text=True, check=True
@@ -88,7 +97,9 @@ def test_tensorrt_launches_what_the_torch_engine_would(
     assert launch["grid"] == list(grid(SPEC, tile, tokens, sequences, splits))
     assert launch["block"] == [tile.num_warps * 32, 1, 1]
     assert launch["scalars"] == [tokens, sequences, MAX_BLOCKS, 1]
-    assert launch["outputs"] == [[[splits, tokens, 9, 64], "FLOAT"], [[splits, tokens, 9], "FLOAT"]]
+    rows = max_partial_rows(SPEC, tokens)
+    assert rows >= splits * tokens
+    assert launch["outputs"] == [[[rows, 9, 64], "FLOAT"], [[rows, 9], "FLOAT"]]
     assert launch["tactics"] == [1, 2]
     assert launch["kernel"] == "attend"
 
@@ -109,19 +120,20 @@ def test_kernels_take_inputs_then_scalars_then_outputs_as_tensorrt_passes_them(t
         "output",
         "lse",
     ]
-    assert told["merge float16"]["parameters"] == ["u64", "u64", "u32", "u32", "u64"]
-    assert merge.arg_names[:5] == ["parts", "lse", "num_rows", "num_splits", "output"]
+    assert told["merge HALF"]["parameters"] == ["u64"] * len(MERGED) + ["u32"] * 2 + ["u64"]
+    assert merge.arg_names[:7] == [*MERGED, "num_rows", "num_splits", "output"]
 
 
 def test_a_parser_is_told_the_fields_to_read_off_a_node(told: dict[str, Any]) -> None:
-    kinds = {int: "INT64", float: "FLOAT64", str: "CHAR"}
-    for name, declared in (("decode 1", ATTEND_ATTRIBUTES), ("merge float16", MERGE_ATTRIBUTES)):
-        assert told[name]["fields"] == {field: kinds[kind] for field, kind in declared.items()}
+    kinds = {int: "INT64", float: "FLOAT64"}
+    for name in ("decode 1", "merge HALF"):
+        assert told[name]["fields"] == {field: kinds[kind] for field, kind in ATTRIBUTES.items()}
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("float16", "HALF"), ("bfloat16", "BF16")])
-def test_merge_gives_one_row_a_head_in_the_wanted_dtype(told: dict[str, Any], dtype: str, kind: str) -> None:
-    launch = told[f"merge {dtype}"]
+@pytest.mark.parametrize("kind", ["HALF", "BF16"])
+def test_merge_gives_one_row_a_head_in_the_dtype_of_the_queries(told: dict[str, Any], kind: str) -> None:
+    launch = told[f"merge {kind}"]
     assert launch["outputs"] == [[[48, 9, 64], kind]]
     assert launch["grid"] == [48 * 9, 1, 1]
-    assert launch["scalars"] == [48 * 9, 4]
+    assert launch["scalars"] == [48 * 9, num_splits(SPEC, 48, 6, MAX_BLOCKS)]
+    assert launch["scalars"][1] > 1
