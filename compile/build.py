@@ -8,6 +8,8 @@ from pathlib import Path
 from qtool.compile.abilities import Abilities, check_dynamic_quantization, check_schemes
 from qtool.compile.config import DecoderConfig, read_config
 from qtool.compile.engine import EngineSpec
+from qtool.compile.heads.build import write_head
+from qtool.compile.heads.head import read_head
 from qtool.compile.hidden import HiddenStates, parse_layers
 from qtool.core.checkpoint import COMPANIONS, Checkpoint
 from qtool.core.files import new_folder, sha256
@@ -15,6 +17,9 @@ from qtool.core.lazy import load
 from qtool.core.manifest import MANIFEST, versions
 from qtool.core.recipe import TensorRtOptions
 from qtool.errors import UsageError, nearest
+
+DRAFT_FOLDER = "draft"
+"""In an engine's folder: the draft heads that were compiled with it."""
 
 
 @dataclass(frozen=True)
@@ -113,17 +118,19 @@ def compile_engine(
     dynamic_quantization: int | None = None,
     tensorrt: TensorRtOptions | None = None,
     hidden_states: str | None = None,
+    draft: Path | None = None,
     progress: Callable[[str, float], None] = lambda phase, share: None,
 ) -> EngineSpec:
     """Compile the checkpoint folder for `target` into the new folder `output`, whole or not at all.
 
     `kv_cache` is the precision of keys and values in the pool: f32 is exact, f16 halves the pool's
     bytes, u8 quarters them; what they cost is for ``qtool eval`` to measure. None takes the most exact that
-    the target has. `dynamic_quantization` is how many inputs of a quantized linear OpenVINO's kernels round to
-    int8 with one scale as they come, on CPUs with VNNI instructions; None rounds none. `progress` is told the
-    phase of a build that takes long, and the share of it that is done.
+    the target has. `dynamic_quantization` is how many inputs of a quantized linear OpenVINO's kernels round
+    to int8 with one scale as they come, on CPUs with VNNI instructions; None rounds none. `progress` is told
+    the phase of a build that takes long, and the share of it that is done.
 
-    `hidden_states` says what the engine gives of a token beside logits, see `hidden.parse_layers`.
+    `hidden_states` says what the engine gives of a token beside logits, see `hidden.parse_layers`. `draft` is
+    a folder of draft heads, which are compiled into ``draft``; the engine gives what they read.
 
     Raises UsageError for an unknown target, precision or layer, for options of another target, for a scheme
     that the target does not execute and for an output that exists, QtoolError for a checkpoint that is
@@ -134,6 +141,9 @@ def compile_engine(
     source = Checkpoint(checkpoint)
     config = read_config(source.config, str(checkpoint / "config.json"))
     layers = () if hidden_states is None else parse_layers(hidden_states, config.num_layers)
+    head = None if draft is None else read_head(draft, checkpoint)
+    if head is not None:
+        layers = tuple(dict.fromkeys((*layers, *head.config.hidden_layers)))
     check_schemes(source, target, TARGETS[target].abilities)
     if dynamic_quantization is not None:
         check_dynamic_quantization(source, dynamic_quantization)
@@ -152,6 +162,11 @@ def compile_engine(
         if tensorrt is not None and tensorrt.max_context is not None:
             spec = spec.model_copy(update={"max_context": min(tensorrt.max_context, config.max_context)})
         spec.save(folder)
+        if head is not None:
+            chosen = TARGETS[target]
+            (folder / DRAFT_FOLDER).mkdir()
+            kv_bytes = next(iter(chosen.kv_bytes.values()))
+            write_head(head, target, folder / DRAFT_FOLDER, block_size=chosen.block_size, kv_bytes=kv_bytes)
     return spec
 
 

@@ -21,6 +21,7 @@ from qtool.cli.inspect import inspect
 from qtool.cli.quantize import quantize
 from qtool.cli.run import run
 from qtool.cli.serve import serve
+from qtool.cli.train_draft import train_draft
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 app.command()(fetch)
@@ -29,6 +30,7 @@ app.command()(convert)
 app.command()(diff)
 app.command("eval")(eval_)
 app.command("compile")(compile_)
+app.command()(train_draft)
 app.command()(inspect)
 app.command()(serve)
 app.command()(run)

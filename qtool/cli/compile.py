@@ -39,6 +39,9 @@ def compile_(
             "2,15,final."
         ),
     ] = None,
+    draft: Annotated[
+        Path | None, typer.Option(help="Folder of draft heads to compile with it, for --speculative.")
+    ] = None,
     recipe: Annotated[
         str | None, typer.Option("--recipe", "-r", help="Take what its compile section says of the target.")
     ] = None,
@@ -97,6 +100,7 @@ def compile_(
             dynamic_quantization=chosen.dynamic_quantization,
             tensorrt=_with_onnx(options) if verify and target.startswith("tensorrt") else options,
             hidden_states=hidden_states,
+            draft=draft,
             progress=progress,
         )
     if verify:

@@ -70,6 +70,10 @@ class OpenVinoEngine:
         hidden: Floats = self._request.get_output_tensor(1).data.copy()
         return StepResult(logits, hidden)
 
+    def set_input(self, name: str, values: NDArray[np.generic]) -> None:
+        """Set an input that the graph has beside those of a step."""
+        self._request.set_input_tensor(self._inputs[name], ov.Tensor(values, shared_memory=False))
+
     def copy_block(self, source: int, target: int) -> None:
         """Copy a block's keys and values, every layer."""
         for pool in self._pools:

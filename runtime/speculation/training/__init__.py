@@ -1,0 +1,1 @@
+"""Training draft heads on what the target itself says: its hidden states over texts and its own answers."""

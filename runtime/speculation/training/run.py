@@ -1,0 +1,121 @@
+"""From a checkpoint and text to trained draft heads, in a folder that a killed run goes on in."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from qtool.calibrate.text import digest, load_records
+from qtool.compile.config import DecoderConfig, read_config
+from qtool.compile.hidden import FINAL, HiddenStates
+from qtool.compile.weights import CheckpointWeights
+from qtool.core.checkpoint import Checkpoint, read_json
+from qtool.core.files import new_folder, refuse_existing, write_text
+from qtool.core.manifest import versions
+from qtool.errors import UsageError
+from qtool.runtime.engines.contract import Engine
+from qtool.runtime.speculation.training.batches import Batches
+from qtool.runtime.speculation.training.corpus import CorpusOptions, read_seeds
+from qtool.runtime.speculation.training.features import collect, read_shard
+from qtool.runtime.speculation.training.start import (
+    HeadOptions,
+    fit_fusion,
+    frequent_tokens,
+    layers_read,
+    new_head,
+    target_output,
+)
+from qtool.runtime.speculation.training.train import TrainOptions, TrainReport, train
+from qtool.runtime.tokenizer import Tokenizer
+
+REPORT = "training.json"
+_STATE = "state.json"
+
+Told = Callable[[str, int, int, str], None]
+"""Is told what goes on, how many of its steps are done, of how many, and a word on it."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """Everything that decides what heads become."""
+
+    head: HeadOptions
+    corpus: CorpusOptions
+    training: TrainOptions
+    data: str
+    """A dataset, as in a recipe's calibration."""
+
+
+def train_head(checkpoint: Path, engine: Engine, course: Course, output: Path, told: Told) -> TrainReport:
+    """Train heads for a checkpoint on what `engine`, which runs it, says; write them into the new `output`.
+
+    ``OUTPUT.partial`` keeps hidden states and the state of training, so that a run that was killed goes on
+    from its last saved step; it goes when all is done. Raises UsageError when `output` exists, when the
+    folder was begun otherwise, and for an engine that gives no hidden states.
+    """
+    refuse_existing(output)
+    source = Checkpoint(checkpoint)
+    config = read_config(source.config, str(checkpoint / "config.json"))
+    given = _hidden_states(engine, config, course.head)
+    weights, tokenizer = CheckpointWeights(config, source), Tokenizer.load(checkpoint)
+    records = load_records(course.data)
+    work = output.absolute().with_name(f"{output.name}.partial")
+    work.mkdir(parents=True, exist_ok=True)
+    _check_state(work, {**asdict(course), "text": digest(records), "model": str(checkpoint.resolve())})
+    seeds = read_seeds(tokenizer, records, course.corpus)
+    num_shards = -(-len(seeds) // 32)
+    done = iter(range(1, num_shards + 1))
+    shards = collect(
+        engine,
+        seeds,
+        course.corpus,
+        tokenizer.eos_token_ids,
+        work / "features",
+        lambda: told("collecting", next(done), num_shards, ""),
+    )
+    sequences = (example.tokens.tolist() for shard in shards for example in read_shard(shard))
+    count = min(course.head.draft_vocab_size, config.vocab_size)
+    tokens = frequent_tokens(sequences, count, config.vocab_size)
+    head = new_head(course.head, config, weights, tokens)
+    batches = Batches(shards, given, head.config.hidden_layers, course.training.batch_size)
+    head = fit_fusion(head, batches.load(batches.epoch(0)))
+    trained, report = train(
+        head,
+        target_output(config, weights),
+        batches,
+        course.training,
+        work,
+        lambda step, total, loss: told("training", step, total, f"loss {loss:.3f}"),
+    )
+    with new_folder(output) as folder:
+        trained.save(folder)
+        record = {"course": asdict(course), "report": report.model_dump(), "versions": versions()}
+        write_text(folder / REPORT, json.dumps(record, indent=2) + "\n")
+    for file in sorted(work.rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    work.rmdir()
+    return report
+
+
+def _hidden_states(engine: Engine, config: DecoderConfig, options: HeadOptions) -> HiddenStates:
+    given, wanted = engine.hidden_states, {*layers_read(options.kind, config), FINAL}
+    if given is None or not wanted <= set(given.layers):
+        names = ",".join(map(str, sorted(wanted, key=str)))
+        raise UsageError(
+            f"the engine gives hidden states of {given.layers if given else 'no layer'}, and heads learn "
+            f"from {names}; compile it with --hidden-states {names}"
+        )
+    if (given.size, engine.vocab_size) != (config.hidden_size, config.vocab_size):
+        raise UsageError("the engine was not compiled from this checkpoint: their sizes differ")
+    return given
+
+
+def _check_state(work: Path, course: dict[str, object]) -> None:
+    fingerprint = hashlib.sha256(json.dumps(course, sort_keys=True).encode()).hexdigest()
+    if not (work / _STATE).exists():
+        write_text(work / _STATE, json.dumps({"sha256": fingerprint}))
+    elif read_json(work / _STATE).get("sha256") != fingerprint:
+        raise UsageError(
+            f"{work}: was begun with another checkpoint, text or options; remove the folder to start anew"
+        )

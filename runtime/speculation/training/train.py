@@ -1,0 +1,156 @@
+"""The training loop: steps over batches, saved as it goes, so that a run that was killed goes on."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from qtool.compile.heads.head import Head
+from qtool.runtime.speculation.training.batches import Batches
+from qtool.runtime.speculation.training.network import Batch, Network, acceptance
+
+_STATE = "training.pt"
+_WARM_UP = 30
+"""Steps in which the learning rate rises."""
+_LAST_SHARE = 0.1
+"""Of the learning rate, at the end."""
+_CLIP = 0.5
+"""Of the gradient's norm, as EAGLE's own training."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How to train."""
+
+    epochs: float = 2.0
+    batch_size: int = 4
+    """Sequences."""
+    depth: int = 3
+    """Drafts that are unrolled; of Medusa its heads."""
+    learning_rate: float = 1e-3
+    save_every: int = 50
+    """Steps."""
+
+
+class TrainReport(BaseModel):
+    """What came of a training."""
+
+    model_config = ConfigDict(frozen=True)
+
+    steps: int
+    loss: float
+    """Mean of the last steps."""
+    start_acceptance: tuple[float, ...]
+    """As `acceptance`, before the first step."""
+    acceptance: tuple[float, ...]
+    """Of each draft in a chain: how often a greedy target accepts it, given that it accepted those before.
+    On sequences that were not learned from."""
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens of a step on average, the target's own included, when a chain of all drafts is verified."""
+        return mean_length(self.acceptance)
+
+
+def mean_length(rates: Sequence[float]) -> float:
+    """Tokens of a step on average whose drafts are accepted with these conditional rates."""
+    total, reached = 1.0, 1.0
+    for rate in rates:
+        reached *= rate
+        total += reached
+    return total
+
+
+def train(
+    head: Head,
+    target_output: Tensor,
+    batches: Batches,
+    options: TrainOptions,
+    folder: Path,
+    told: Callable[[int, int, float], None],
+) -> tuple[Head, TrainReport]:
+    """Train a head; what comes of it is the same bytes whether or not the run was interrupted.
+
+    `target_output` is the target's output matrix [V, hidden]. State is kept in `folder`. `told` is called
+    after each step with its number, how many there are, and the loss.
+    """
+    network = Network(head.config, head.tensors, target_output)
+    held_out = list(batches.load(batches.held_out))
+    optimizer = torch.optim.AdamW(
+        network.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    total = max(1, round(options.epochs * batches.num_batches))
+    step, loss, before = _resume(folder / _STATE, network, optimizer)
+    if step == 0:
+        before = tuple(acceptance(network, held_out, options.depth))
+    for batch in _from(batches, step, total):
+        for group in optimizer.param_groups:
+            group["lr"] = options.learning_rate * _schedule(step, total)
+        value = network.loss(batch, options.depth)
+        optimizer.zero_grad()
+        value.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(network.parameters(), _CLIP)
+        optimizer.step()
+        step += 1
+        loss = value.item() if step == 1 else 0.97 * loss + 0.03 * value.item()
+        told(step, total, loss)
+        if step % options.save_every == 0:
+            _save(folder / _STATE, network, optimizer, step, loss, before)
+    report = TrainReport(
+        steps=step,
+        loss=loss,
+        start_acceptance=before,
+        acceptance=tuple(acceptance(network, held_out, options.depth)),
+    )
+    return network.head(), report
+
+
+def _from(batches: Batches, step: int, total: int) -> Iterator[Batch]:
+    """The batches of steps `step` … `total` - 1."""
+    first, done = divmod(step, batches.num_batches)
+    epochs = range(first, -(-total // batches.num_batches))
+    places = list(chain.from_iterable(batches.epoch(number) for number in epochs))
+    return batches.load(places[done : done + total - step])
+
+
+def _schedule(step: int, total: int) -> float:
+    """A short rise, then half a cosine down."""
+    rise = min(1.0, (step + 1) / _WARM_UP)
+    return rise * (_LAST_SHARE + (1 - _LAST_SHARE) * (1 + math.cos(math.pi * step / total)) / 2)
+
+
+def _save(
+    path: Path,
+    network: Network,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    loss: float,
+    before: tuple[float, ...],
+) -> None:
+    state = {
+        "network": network.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "step": step,
+        "loss": loss,
+        "before": before,
+    }
+    temporary = path.with_suffix(".partial")
+    torch.save(state, temporary)
+    temporary.replace(path)
+
+
+def _resume(
+    path: Path, network: Network, optimizer: torch.optim.Optimizer
+) -> tuple[int, float, tuple[float, ...]]:
+    """Take up saved state: the steps done, the mean loss, and the acceptance before them."""
+    if not path.is_file():
+        return 0, 0.0, ()
+    state = torch.load(path, weights_only=True)
+    network.load_state_dict(state["network"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"], state["loss"], tuple(state["before"])

@@ -1,0 +1,201 @@
+"""Draft heads as drafters: they draft what they were trained to, and no answer is another by them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from qtool.compile.backends.reference import Tokens
+from qtool.compile.build import compile_engine
+from qtool.compile.heads.config import HeadKind
+from qtool.compile.heads.eagle import draft
+from qtool.compile.heads.head import TOKENS, Head
+from qtool.compile.heads.openvino import _Rounded
+from qtool.compile.heads.reference import DraftTraining, Unrolled
+from qtool.errors import UsageError
+from qtool.runtime.engines import open_engine
+from qtool.runtime.engines.contract import Engine, Step
+from qtool.runtime.loop import EngineLoop
+from qtool.runtime.request import SamplingParams
+from qtool.runtime.scheduler import SchedulerConfig
+from qtool.runtime.speculation.contract import Drafter
+from qtool.runtime.speculation.draft_openvino import OpenVinoLayer
+from qtool.runtime.speculation.draft_torch import TorchLayer
+from qtool.runtime.speculation.eagle import EagleDrafter
+from qtool.runtime.speculation.heads import open_heads
+from qtool.runtime.speculation.speculator import Speculator
+from tests.runtime.heads import seeded_head
+
+KINDS: list[HeadKind] = ["medusa", "eagle", "eagle3"]
+TOKENS_A = np.random.default_rng(0).integers(0, 320, 40).tolist()
+PROMPTS = [TOKENS_A[:23], TOKENS_A[5:9], TOKENS_A[3:40]]
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Path:
+    """Heads of the kind that the test asks for."""
+    path = tmp_path / "heads"
+    path.mkdir()
+    seeded_head(tiny, request.param).save(path)
+    return path
+
+
+def step_of(
+    tokens: list[int], positions: list[int], past: int, masks: list[np.ndarray] | None = None
+) -> Step:
+    every = np.arange(len(tokens), dtype=np.int32)
+    return Step(
+        token_ids=np.array(tokens, np.int32),
+        positions=np.array(positions, np.int32),
+        past_lens=np.array([past], np.int32),
+        new_lens=np.array([len(tokens)], np.int32),
+        block_tables=[[2, 0, 1]],
+        logit_rows=every,
+        hidden_rows=every,
+        masks=masks,
+    )
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_what_is_trained_is_what_is_drafted(kind: HeadKind, tiny: Path) -> None:
+    """Row 11 of the unrolled training, against the layer that drafts three tokens after twelve features."""
+    head = seeded_head(tiny, kind)
+    generator = np.random.default_rng(3)
+    features = generator.normal(size=(20, 96)).astype(np.float32)
+    tokens = generator.integers(0, 320, 24).tolist()
+    layer, past, row = TorchLayer(head, num_tokens=96), Unrolled(), 11
+    result = layer.run(step_of(tokens[1 : row + 2], list(range(1, row + 2)), 0), features[: row + 1])
+    drafted = [(result.logits[-1], result.hidden[-1])]
+    for ahead in (1, 2):
+        place = row + 1 + ahead
+        result = layer.run(step_of([tokens[place]], [place], row + ahead), drafted[-1][1][None])
+        drafted.append((result.logits[0], result.hidden[0]))
+    given, every = torch.from_numpy(features), torch.arange(20)
+    for ahead, (logits, feature) in enumerate(drafted):
+        places = torch.arange(20) + 1 + ahead
+        step = Tokens(torch.tensor(tokens)[places], places, every, every)
+        unrolled = draft(head.config, head, DraftTraining(step, 1, given, past))
+        given = unrolled.hidden[0]
+        assert np.allclose(unrolled.logits[row].detach(), logits, atol=1e-3)
+        assert np.allclose(given[row].detach(), feature, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_the_compiled_layer_is_the_torch_one_with_weights_in_8_bits(
+    kind: HeadKind, tiny: Path, tmp_path: Path
+) -> None:
+    head = seeded_head(tiny, kind)
+    rounded = _Rounded(head)
+    tensors = {
+        name: rounded.linear(name.removesuffix(".weight")).dense()
+        if name.endswith(("_proj.weight", "fc.weight", "lm_head.weight"))
+        else tensor
+        for name, tensor in head.tensors.items()
+    }
+    head_folder, engine = tmp_path / "heads", tmp_path / "engine"
+    head_folder.mkdir()
+    head.save(head_folder)
+    compile_engine(tiny, "openvino", engine, draft=head_folder)
+    layers = (
+        OpenVinoLayer(engine / "draft", num_tokens=96),
+        TorchLayer(Head(head.config, tensors), num_tokens=96),
+    )
+    features = np.random.default_rng(1).normal(size=(20, 96)).astype(np.float32)
+    tree = np.tri(4, dtype=np.bool_)
+    tree[2, 1] = tree[3, 2] = False
+    for step, part in (
+        (step_of(TOKENS_A[:14], list(range(14)), 0), features[:14]),
+        (step_of(TOKENS_A[14:15], [14], 14), features[14:15]),
+        (step_of(TOKENS_A[15:19], [15, 16, 16, 17], 15, [tree]), features[15:19]),
+    ):
+        compiled, exact = (layer.run(step, part) for layer in layers)
+        assert np.abs(compiled.logits - exact.logits).max() < 1e-3 * np.abs(exact.logits).max()
+        assert np.abs(compiled.hidden - exact.hidden).max() < 1e-3 * np.abs(exact.hidden).max()
+
+
+def serve(engine: Engine, drafter: Drafter | None, params: SamplingParams, **limits: int) -> list[list[int]]:
+    speculator = None
+    if drafter is not None:
+        speculator = Speculator([drafter], None, engine.vocab_size, num_tokens=4)
+    config = SchedulerConfig(**{"max_num_seqs": 3, "max_num_batched_tokens": 16, **limits})
+    loop = EngineLoop(engine, config, lambda _: None, speculator=speculator)
+    answers: dict[int, list[int]] = {number: [] for number in loop.submit(PROMPTS, params)}
+    while loop.receive(wait=False):
+        for output in loop.step():
+            assert output.error is None, output.error
+            assert output.token is not None
+            answers[output.request_id].append(output.token)
+    return list(answers.values())
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("folder", KINDS, indirect=True)
+def test_greedy_answers_are_those_without_heads(folder: Path, width: int, tiny: Path) -> None:
+    """Prompts in chunks, sequences that decode beside them, and a pool too small for all at once."""
+    params = SamplingParams(max_tokens=20, temperature=0)
+    plain = serve(open_engine(tiny, kv_cache_tokens=160), None, params)
+    engine = open_engine(tiny, kv_cache_tokens=160)
+    drafter = open_heads(folder, engine, width=width)
+    if isinstance(drafter, EagleDrafter):
+        assert isinstance(drafter._layer, TorchLayer)
+    assert serve(engine, drafter, params) == plain
+
+
+@pytest.mark.parametrize("folder", KINDS, indirect=True)
+def test_compiled_heads_serve_beside_a_compiled_engine_seeded_and_penalized(
+    folder: Path, tiny: Path, tmp_path: Path
+) -> None:
+    compile_engine(tiny, "openvino", tmp_path / "engine", draft=folder)
+    for params in (
+        SamplingParams(max_tokens=12, temperature=0, repetition_penalty=1.2, logit_bias={7: 3.0}),
+        SamplingParams(max_tokens=12, temperature=0.8, seed=3),
+    ):
+        plain = serve(open_engine(tmp_path / "engine", kv_cache_tokens=320, threads=1), None, params)
+        engine = open_engine(tmp_path / "engine", kv_cache_tokens=320, threads=1)
+        assert serve(engine, open_heads(tmp_path / "engine" / "draft", engine), params) == plain
+
+
+@pytest.mark.parametrize("folder", KINDS, indirect=True)
+def test_drawn_drafts_come_from_the_distributions_that_they_name(folder: Path, tiny: Path) -> None:
+    engine = open_engine(tiny, kv_cache_tokens=320)
+    drafter = open_heads(folder, engine)
+    known = set(seeded_head(tiny, drafter.name).tensors[TOKENS].tolist())  # type: ignore[arg-type]
+    seen: list[int] = []
+    propose = drafter.propose
+
+    def check(requests: object) -> object:
+        drafts = propose(requests)  # type: ignore[arg-type]
+        for each in drafts:
+            assert each.probs is not None or not each.tokens
+            for token, probs in zip(each.tokens, each.probs or (), strict=True):
+                seen.append(token)
+                assert probs.shape == (320,)
+                assert probs[token] > 0
+                assert abs(probs.sum() - 1) < 1e-4
+                assert set(np.flatnonzero(probs).tolist()) <= known
+        return drafts
+
+    drafter.propose = check  # type: ignore[method-assign, assignment]
+    serve(engine, drafter, SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9))
+    assert seen
+
+
+@pytest.mark.parametrize("folder", ["eagle"], indirect=True)
+def test_heads_say_what_they_need_of_an_engine(folder: Path, tiny: Path, tmp_path: Path) -> None:
+    compile_engine(tiny, "openvino", tmp_path / "engine")
+    engine = open_engine(tmp_path / "engine", kv_cache_tokens=64, threads=1)
+    with pytest.raises(
+        UsageError, match="read hidden states of final, and the engine gives none; compile"
+    ):
+        open_heads(folder, engine)
+
+
+@pytest.mark.parametrize("folder", ["eagle"], indirect=True)
+def test_a_sequence_that_ended_leaves_nothing_in_the_layers_pool(folder: Path, tiny: Path) -> None:
+    engine = open_engine(tiny, kv_cache_tokens=320)
+    drafter = open_heads(folder, engine)
+    assert isinstance(drafter, EagleDrafter)
+    serve(engine, drafter, SamplingParams(max_tokens=9, temperature=0))
+    assert drafter._blocks.num_free == drafter._blocks.num_blocks
+    assert not drafter._lanes
