@@ -228,7 +228,7 @@ class Onnx:
 
     def _pool(self, name: str, attention: Attention) -> str:
         """The pool of a layer's keys or values, as ``key.0`` names them."""
-        shape = ["pool_rows", self._block_size, attention.head_dim]
+        shape: list[int | str] = ["pool_rows", self._block_size, attention.head_dim]
         return self._graph.input(name.replace(".", "_pool."), self._kind, shape)
 
     def _give_out(self, name: str, new: Rows, attention: Attention) -> str:
@@ -291,7 +291,9 @@ def write_onnx(
         graph = Graph(data, DATA)
         backend = make(graph, dtype, block_size)
         decoded = decode(config, weights, backend, hidden_layers)
-    outputs = {"logits": (decoded.logits.name, ["R", config.vocab_size])}
+    outputs: dict[str, tuple[str, Sequence[int | str]]] = {
+        "logits": (decoded.logits.name, ["R", config.vocab_size])
+    }
     if decoded.hidden:
         joined = graph.node("Concat", *(rows.name for rows in decoded.hidden), axis=-1)
         outputs["hidden_states"] = joined, ["F", config.hidden_size * len(decoded.hidden)]

@@ -61,10 +61,9 @@ class Graph:
         """An operator with one output."""
         return self.nodes(operator, inputs, 1, **attributes)[0]
 
-    def nodes(
-        self, operator: str, inputs: Sequence[str], count: int, *, domain: str = "", **attributes: Attribute
-    ) -> list[str]:
-        """An operator with `count` outputs, ONNX's own unless it is of another `domain`."""
+    def nodes(self, operator: str, inputs: Sequence[str], count: int, **attributes: Attribute) -> list[str]:
+        """An operator with `count` outputs; one that is not ONNX's own is named ``domain::operator``."""
+        domain, _, operator = operator.rpartition("::")
         name = f"{operator}_{len(self._nodes)}"
         outputs = [f"{name}.{index}" for index in range(count)]
         node = helper.make_node(operator, inputs, outputs, name=name, domain=domain)

@@ -10,17 +10,16 @@ import numpy as np
 import torch
 from onnx import TensorProto
 
-from qtool.compile.backends.onnx import Rows
+from qtool.compile.backends.onnx import Onnx, Rows
 from qtool.compile.backends.onnx_graph import Attribute, Graph
-from qtool.compile.backends.onnx_tensorrt import TensorRtOnnx
 from qtool.compile.decoder import Attention
 
 DOMAIN = "qtool"
 """Of the plugins: TensorRT's parser finds them by this and the operator's name."""
 
 
-class PluginOnnx(TensorRtOnnx):
-    """`TensorRtOnnx` with plugins, those of `qtool.compile.kernels.tensorrt_plugin`, for GPUs of one capability."""
+class PluginOnnx(Onnx):
+    """`Onnx` with the plugins of `qtool.compile.kernels.tensorrt_plugin`, for one capability's GPUs."""
 
     def __init__(self, graph: Graph, dtype: torch.dtype, block_size: int, *, compute_capability: int) -> None:
         super().__init__(graph, dtype, block_size)
@@ -38,10 +37,11 @@ class PluginOnnx(TensorRtOnnx):
         for name, new in zip(names, (k, v), strict=True):
             self._give_out(name, new, attention)
         no_scale = graph.constant(np.ones(1, np.float32))
-        queries, *new = (self._reshape(x.name, -1, x.features // dim, dim) for x in (q, k, v))
+        queries, keys, values = (self._reshape(x.name, -1, x.features // dim, dim) for x in (q, k, v))
         inputs = [
             queries,
-            *new,
+            keys,
+            values,
             *(self._pool(name, attention) for name in names),
             self._tables,
             *self._where(),
@@ -59,8 +59,8 @@ class PluginOnnx(TensorRtOnnx):
             "window": attention.window or 0,
             "has_tree": 1,
         }
-        parts = graph.nodes("attend", inputs, 2, domain=DOMAIN, **options)
-        (mixed,) = graph.nodes("merge", [*parts, queries, self._tables], 1, domain=DOMAIN, **options)
+        parts = graph.nodes(f"{DOMAIN}::attend", inputs, 2, **options)
+        mixed = graph.node(f"{DOMAIN}::merge", *parts, queries, self._tables, **options)
         rows = graph.node("Reshape", mixed, graph.node("Shape", q.name))
         graph.declare(rows, self._kind, ["B", "S", q.features])
         return Rows(rows, q.features)

@@ -189,7 +189,10 @@ def open_fused(
     return engine
 
 
-_FIRST = Step(*(np.zeros(1, np.int32) for _ in range(3)), np.ones(1, np.int32), [[0]], np.zeros(1, np.int32))
+_ZERO = np.zeros(1, np.int32)
+_FIRST = Step(
+    _ZERO, positions=_ZERO, past_lens=_ZERO, new_lens=_ZERO + 1, block_tables=[[0]], logit_rows=_ZERO
+)
 """Brings the weights onto the GPU and compiles kernels, before the first request has to wait for it."""
 
 

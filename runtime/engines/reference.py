@@ -94,7 +94,9 @@ def open_reference(
     checkpoint = Checkpoint(path)
     config = read_config(checkpoint.config, str(path / "config.json"))
     spec = read_spec(path) if (path / ENGINE).is_file() else None
-    hidden = HiddenStates(size=config.hidden_size, layers=(*eagle3_layers(config.num_layers), FINAL))
+    hidden: HiddenStates | None = HiddenStates(
+        size=config.hidden_size, layers=(*eagle3_layers(config.num_layers), FINAL)
+    )
     if spec is not None:  # a checkpoint gives them all: they cost nothing where none are wanted
         hidden = spec.hidden_states
     if device != "cpu":
