@@ -36,19 +36,24 @@ def search_scale(
 ) -> ChannelScale:
     """The scale for all linears that share an input: weights [N_i, K], each with its scheme.
 
-    Tries ``mean|x|^alpha`` and ``mean|x|^alpha / max|w|^(1 - alpha)`` for alpha on a grid over [0, 1),
-    normalised, and keeps the least summed output error over evenly spaced rows: every fourth alpha first,
-    then those around the best. alpha 0 of the first is no scaling, so the result does not lose against
-    rounding to nearest on the calibration inputs.
+    Tries, for alpha on a grid over [0, 1), AWQ's ``mean|x|^alpha`` and ``mean|x|^alpha / max|w|^(1 - alpha)``,
+    and the latter with root mean squares in place of both, which loses less: noise adds up in squares, and a
+    group's range follows its whole columns more than their largest weight. Keeps the least summed output
+    error over evenly spaced rows: every fourth alpha first, then those around the best. alpha 0 of the first
+    is no scaling, so the result does not lose against rounding to nearest on the calibration inputs.
     """
-    magnitude = floored(statistics.mean_abs)
-    largest = floored(torch.stack([weight.abs().amax(0) for weight in weights]).amax(0))
+    together = torch.cat(list(weights))
+    mean, rms = floored(statistics.mean_abs), floored(statistics.second_moment.diagonal().sqrt())
+    families = (
+        (mean, torch.ones_like(mean)),
+        (mean, floored(together.abs().amax(0))),
+        (rms, floored(together.square().mean(0).sqrt())),
+    )
 
-    def candidate(step: int, by_weight: bool) -> ChannelScale:
+    def candidate(step: int, family: int) -> ChannelScale:
         alpha = step / grid
-        scale = magnitude**alpha
-        if by_weight:
-            scale = scale / largest ** (1 - alpha)
+        inputs, outputs = families[family]
+        scale = inputs**alpha / outputs ** (1 - alpha)
         return ChannelScale(scale / (scale.max() * scale.min()).sqrt(), alpha)
 
     def error(found: ChannelScale) -> float:
@@ -61,12 +66,12 @@ def search_scale(
             total += stride * statistics.output_power(rounded / found.scale - rows)
         return total
 
-    coarse = [(step, by_weight) for by_weight in (False, True) for step in range(0, grid, _COARSE)]
+    coarse = [(step, family) for family in range(len(families)) for step in range(0, grid, _COARSE)]
     errors = {choice: error(candidate(*choice)) for choice in coarse}
-    step, by_weight = min(errors, key=errors.__getitem__)
+    step, family = min(errors, key=errors.__getitem__)
     for near in range(max(0, step - _COARSE + 1), min(grid, step + _COARSE)):
         if near != step:
-            errors[near, by_weight] = error(candidate(near, by_weight))
+            errors[near, family] = error(candidate(near, family))
     return candidate(*min(errors, key=errors.__getitem__))
 
 

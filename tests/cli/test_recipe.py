@@ -73,7 +73,8 @@ def test_check_holds_the_engines_to_build_to_what_their_targets_can(qtool: Qtool
 def test_the_schema_is_json_and_lets_a_method_be_a_name_or_a_mapping(qtool: Qtool) -> None:
     schema = json.loads(qtool("recipe", "schema").out)
     method = schema["$defs"]["Rule"]["properties"]["method"]["anyOf"]
-    assert {"enum": ["rtn", "awq", "gptq"], "type": "string"} in method
+    names = {"enum": ["rtn", "awq", "gptq", "awq+gptq", "smoothquant", "best"], "type": "string"}
+    assert names in method
     assert {"$ref": "#/$defs/Awq"} in method
 
 
