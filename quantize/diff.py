@@ -80,9 +80,7 @@ def _manifests(a: Mapping[str, LinearRecord], b: Mapping[str, LinearRecord]) -> 
 def _recorded(record: LinearRecord | None) -> Side | None:
     if record is None:
         return None
-    group = "channel" if record.group_size is None else f"group {record.group_size}"
-    scheme = f"int{record.num_bits} {'symmetric' if record.symmetric else 'asymmetric'}, {group}"
-    return Side(scheme=scheme, num_bits=record.num_bits, record=record)
+    return Side(scheme=record.scheme, num_bits=record.num_bits, record=record)
 
 
 def _checkpoints(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:

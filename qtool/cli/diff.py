@@ -44,35 +44,43 @@ def diff(
 
 
 def _table(found: Iterable["Difference"]) -> "Table":
-    """One row for the like-named of all layers that have the same formats."""
+    """One row for the like-named of all layers that have the same formats, without what is plain and equal.
+
+    "max" and "mean" are of ``|a - b|`` over the weights.
+    """
     from rich.table import Table
 
     from qtool.core.formats.naming import without_layer
 
-    rows: dict[tuple[str, str, str], list[Difference]] = defaultdict(list)
+    rows: dict[tuple[str, str], list[Difference]] = defaultdict(list)
     for one in found:
-        rows[without_layer(one.name), _scheme(one.a), _scheme(one.b)].append(one)
+        if not one.same or one.same_codes is not None or one.max_abs is None:
+            rows[without_layer(one.name).removeprefix("model."), _formats(one)].append(one)
     table = Table()
-    for heading in ("name", "of", "a", "b", "same codes", "max |a - b|", "mean", "relative", "SQNR a", "b"):
+    table.add_column("name", min_width=20, overflow="fold")
+    for heading in ("of", "format", "same codes", "max", "mean", "relative", "SQNR"):
         table.add_column(heading, overflow="fold")
-    for (name, *schemes), members in rows.items():
+    for (name, formats), members in rows.items():
         codes = [one.same_codes for one in members if one.same_codes is not None]
         table.add_row(
             name,
             str(len(members)),
-            *schemes,
+            formats,
             f"{sum(codes)}/{len(codes)}" if codes else "",
             _number(max, [one.max_abs for one in members]),
             _number(_mean, [one.mean_abs for one in members]),
             _number(_mean, [one.relative for one in members]),
-            _sqnr([one.a for one in members]),
-            _sqnr([one.b for one in members]),
+            _arrow(_sqnr([one.a for one in members]), _sqnr([one.b for one in members])),
         )
     return table
 
 
-def _scheme(side: "Side | None") -> str:
-    return "(none)" if side is None else side.scheme
+def _formats(one: "Difference") -> str:
+    return _arrow(*("(none)" if side is None else side.scheme for side in (one.a, one.b)))
+
+
+def _arrow(a: str, b: str) -> str:
+    return a if a == b else f"{a} → {b}"
 
 
 def _number(reduce: Callable[[Sequence[float]], float], values: Sequence[float | None]) -> str:
@@ -85,5 +93,6 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _sqnr(sides: Sequence["Side | None"]) -> str:
+    """Of the outputs of linears, as their manifest says."""
     known = [side.record.sqnr_db for side in sides if side is not None and side.record is not None]
     return f"{_mean(known):.1f} dB" if known else ""

@@ -50,7 +50,7 @@ class Activation:
 
     def _round_nvfp4(self, x: Tensor) -> Tensor:
         assert self.scale is not None
-        factor = 1 / torch.tensor(self.scale)  # divided by what the file stores, as compressed-tensors does
+        factor = torch.tensor(1 / self.scale)  # divided by what the file stores, as compressed-tensors does
         largest = x.float().abs().amax(-1, keepdim=True)
         block = (factor * (largest / FP4_MAX)).clamp(max=FP8_MAX).to(torch.float8_e4m3fn).float()
         scale = torch.where(block == 0, LEAST_BLOCK, block) / factor

@@ -33,7 +33,8 @@ def quantize_fp8(
     rows, columns = scheme.rows or weight.shape[0], scheme.columns or weight.shape[1]
     if scale is None:
         padding = (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows)
-        blocks = torch.nn.functional.pad(weight, padding).unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        padded = torch.nn.functional.pad(weight, padding)
+        blocks = padded.view(-1, rows, padded.shape[1] // columns, columns)
         scale = stored_scale(blocks.abs().amax((1, 3)) / FP8_MAX, dtype)
     wide = scale.float().repeat_interleave(rows, 0)[: weight.shape[0]]
     wide = wide.repeat_interleave(columns, 1)[:, : weight.shape[1]]
@@ -62,7 +63,7 @@ def quantize_nvfp4(
     mean square of each input) if given; else the one that fits its largest number.
     """
     scheme = Fp4Scheme("nvfp4")
-    blocks = weight.unflatten(1, (-1, scheme.group_size))
+    blocks = weight.reshape(len(weight), -1, scheme.group_size)
     factor = global_scale.to(weight)
     fitting = blocks.abs().amax(-1) / FP4_MAX / factor
     candidates = (_e4m3(fitting * ratio) for ratio in (_RATIOS if search else (1.0,)))
@@ -78,7 +79,7 @@ def quantize_mxfp4(weight: Tensor, *, importance: Tensor | None = None) -> Fp4Te
     2 and 4. Errors are weighted by `importance` [K], if given.
     """
     scheme = Fp4Scheme("mxfp4")
-    blocks = weight.unflatten(1, (-1, scheme.group_size))
+    blocks = weight.reshape(len(weight), -1, scheme.group_size)
     largest = blocks.abs().amax(-1)
     exponent = torch.where(largest == 0, 0.0, torch.floor(torch.log2(largest)) - 2)
     candidates = (_e8m0(exponent + step) for step in (0, 1))

@@ -156,7 +156,7 @@ class AutoAwqWriter:
 
 def _pack(codes: Tensor) -> Tensor:
     """Signed codes [N, R] as words [R, N / 8], the inverse of `_unpack`."""
-    outputs = codes.T.unflatten(1, (-1, _PER_WORD))
+    outputs = codes.T.reshape(codes.shape[1], -1, _PER_WORD)
     places = torch.empty_like(outputs)
     places[..., list(_PLACES)] = outputs
     packed: Tensor = pack_to_int32(places.flatten(1), _NUM_BITS)

@@ -29,7 +29,7 @@ def layout_of(scheme: LinearScheme) -> str:
         return FP4[weight.kind]
     if isinstance(weight, Fp8Scheme):
         return "naive-quantized" if scheme.activation is None else "float-quantized"
-    return "int-quantized" if weight.num_bits == 8 and scheme.activation is not None else PACKED
+    return PACKED if scheme.activation is None else "int-quantized"
 
 
 def store(linear: Linear, layout: str) -> dict[str, Tensor]:
