@@ -140,9 +140,9 @@ def _decide_together(sequence: SequenceState, logits: Floats, draft: Draft) -> l
     candidates = np.array(draft.tokens[:num_candidates])
     q = np.stack(draft.probs[:num_candidates])
     uniforms = sequence.generator.random(num_candidates + 1)
-    count, token = verify.draw_block(np.stack(p), candidates, q, uniforms)
+    count, following = verify.draw_block(np.stack(p), candidates, q, uniforms)
     kept = list(draft.tokens[: int(count)])
-    return kept if int(count) == num_candidates and not is_whole else [*kept, int(token)]
+    return kept if int(count) == num_candidates and not is_whole else [*kept, int(following)]
 
 
 def _take(token: int, row: Floats, sequence: SequenceState) -> NextToken:

@@ -21,6 +21,7 @@ from qtool.cli.inspect import inspect
 from qtool.cli.quantize import quantize
 from qtool.cli.run import run
 from qtool.cli.serve import serve
+from qtool.cli.spec_report import spec_report
 from qtool.cli.train_draft import train_draft
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
@@ -35,6 +36,7 @@ app.command()(inspect)
 app.command()(serve)
 app.command()(run)
 app.command()(batch)
+app.command("spec-report")(spec_report)
 app.add_typer(recipe.app, name="recipe")
 
 

@@ -69,6 +69,9 @@ def serve(
     speculative_store: Annotated[
         int, typer.Option(min=0, help="Tokens of recent answers that n-grams are looked up in as well.")
     ] = 0,
+    speculative_tree: Annotated[
+        int, typer.Option(min=1, help="Tokens that heads draft at each depth; 1 is a chain.")
+    ] = 1,
     block_verification: Annotated[
         bool, typer.Option(help="Accept the tokens of a draft together, where they were drawn.")
     ] = False,
@@ -130,6 +133,7 @@ def serve(
         kind,
         path,
         num_tokens=parse_tokens(speculative_tokens),
+        tree_width=speculative_tree,
         block_verification=block_verification,
         store_tokens=speculative_store,
         kv_cache_tokens=kv_cache_tokens,

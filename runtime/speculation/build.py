@@ -1,11 +1,10 @@
 """From the words of an option to a speculator."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qtool.core.lazy import load
+from qtool.compile.heads.config import HEAD_CONFIG
 from qtool.errors import UsageError
 from qtool.runtime.engines import open_engine
 from qtool.runtime.engines.contract import Engine
@@ -20,12 +19,10 @@ from qtool.runtime.tokenizer import Tokenizer
 
 DRAFT_FOLDER = "draft"
 """In an engine's folder: the draft model or the heads that were compiled with it."""
-_HEAD_CONFIG = "head.json"
 _MOST_ROWS = 128
 _KINDS = "off, ngram, draft=PATH, heads=PATH or auto"
 
 Kind = Literal["off", "ngram", "draft", "heads", "auto"]
-OpenHeads = Callable[[Path, Engine], Drafter]
 
 
 @dataclass(frozen=True)
@@ -38,6 +35,8 @@ class SpeculationConfig:
     """Of the draft model or the heads."""
     num_tokens: int | None = None
     """Tokens of every draft; None decides at each step, nothing included."""
+    tree_width: int = 1
+    """Tokens that heads propose at each depth of a greedy or seeded draft; 1 is a chain."""
     block_verification: bool = False
     """Whether the tokens of a drawn chain are accepted together rather than one by one."""
     store_tokens: int = 0
@@ -54,6 +53,8 @@ class SpeculationConfig:
             raise UsageError(f"speculative: is {self.kind} and path {self.path}; wanted {_KINDS}")
         if self.num_tokens is not None and self.num_tokens < 1:
             raise UsageError(f"speculative_tokens must be at least 1, got {self.num_tokens}")
+        if self.tree_width < 1:
+            raise UsageError(f"tree_width must be at least 1, got {self.tree_width}")
         if self.store_tokens < 0:
             raise UsageError(f"store_tokens must be at least 0, got {self.store_tokens}")
 
@@ -88,8 +89,8 @@ def make_speculator(
     """
     if config.kind == "off":
         return None
-    drafters = _drafters(config, engine, tokenizer, path)
-    times = None if config.num_tokens is not None else _times(engine, limits)
+    drafters = make_drafters(config, engine, tokenizer, path)
+    times = None if config.num_tokens is not None else measure_times(engine, limits)
     return Speculator(
         drafters,
         times,
@@ -99,25 +100,34 @@ def make_speculator(
     )
 
 
-def _times(engine: Engine, limits: SchedulerConfig) -> StepTimes:
+def measure_times(engine: Engine, limits: SchedulerConfig) -> StepTimes:
+    """What steps of an engine take by their rows. Nothing may be in its pool."""
     return StepTimes(measure_verify_times(engine, min(_MOST_ROWS, limits.max_num_batched_tokens)))
 
 
-def _drafters(config: SpeculationConfig, engine: Engine, tokenizer: Tokenizer, path: Path) -> list[Drafter]:
+def make_drafters(
+    config: SpeculationConfig, engine: Engine, tokenizer: Tokenizer, path: Path
+) -> list[Drafter]:
+    """What drafts together, opened and timed."""
     if config.path is not None:
         return [_open(config.kind, config.path, config, engine, tokenizer)]
     found: list[Drafter] = [NgramDrafter(store_tokens=config.store_tokens)]
     folder = path / DRAFT_FOLDER
     if config.kind == "auto" and folder.is_dir():
-        kind: Kind = "heads" if (folder / _HEAD_CONFIG).is_file() else "draft"
+        kind: Kind = "heads" if (folder / HEAD_CONFIG).is_file() else "draft"
         found.append(_open(kind, folder, config, engine, tokenizer))
     return found
 
 
 def _open(kind: Kind, path: Path, config: SpeculationConfig, engine: Engine, tokenizer: Tokenizer) -> Drafter:
     if kind == "heads":
-        opened: Drafter = load("qtool.runtime.speculation.heads:open_heads", extra="torch")(path, engine)
-        return opened
+        if config.tree_width > 1 and not engine.takes_trees:
+            raise UsageError(
+                f"tree_width is {config.tree_width}, and this engine takes chains only; leave it at 1"
+            )
+        from qtool.runtime.speculation.heads import open_heads
+
+        return open_heads(path, engine, width=config.tree_width, device=config.device)
     refuse_other_vocabulary(tokenizer, Tokenizer.load(path), engine.vocab_size)
     kv_cache_tokens = config.kv_cache_tokens or engine.num_blocks * engine.block_size
     draft = open_engine(path, kv_cache_tokens=kv_cache_tokens, threads=config.threads, device=config.device)

@@ -113,12 +113,12 @@ class DraftModel:
                 if working:
                     self._advance(working)
         finally:
-            for drafting in ready:
-                if drafting is not None:
-                    drafting.walk.back()
-        for place, drafting in enumerate(ready):
-            if drafting is not None:
-                drafts[place] = drafting.draft()
+            for each in ready:
+                if each is not None:
+                    each.walk.back()
+        for place, made in enumerate(ready):
+            if made is not None:
+                drafts[place] = made.draft()
         self._pace += _RATE * ((self._clock() - start) * 1000 / max(expected, 1e-3) - self._pace)
         return drafts
 

@@ -173,7 +173,7 @@ class Speculator:
             for sequence, limit in zip(sequences, limits, strict=True)
         ]
         for tokens in range(1, depth + 1) if self._num_tokens is None else [depth]:
-            options = [
+            options: list[_Option | None] = [
                 _better(option, _Option(drafter, None, own[:tokens]))
                 for option, own in zip(chosen, rates, strict=True)
             ]

@@ -1,0 +1,191 @@
+"""What speculation would bring on somebody's own prompts: acceptance by drafter and K, speedups, advice."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from qtool.errors import UsageError
+from qtool.runtime.engines.contract import Engine
+from qtool.runtime.request import SamplingParams
+from qtool.runtime.speculation.contract import Drafter
+from qtool.runtime.speculation.decide import StepTimes
+from qtool.runtime.speculation.measure import Measured, serve_all
+from qtool.runtime.speculation.speculator import Speculator
+from qtool.runtime.tokenizer import Tokenizer
+
+OFF = "off"
+_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
+_WORTHWHILE = 1.03
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A drafter with drafts of one length, as it should do."""
+
+    num_tokens: int
+    acceptance_length: float
+    """Tokens that a step with a draft gives."""
+    tokens_per_step: float
+    """Over all steps: some have no draft."""
+    expected: dict[int, float]
+    """Speedups, by batch size."""
+
+
+@dataclass(frozen=True)
+class DrafterReport:
+    """What one way to draft brings."""
+
+    name: str
+    rates: list[float]
+    """Of the longest drafts, the share that was accepted, by place."""
+    draft_share: float
+    """Of a sequence's steps, how many had a draft to verify."""
+    drafting_ms: float
+    """For each token of a draft's length."""
+    settings: list[Setting]
+    measured: dict[int, float]
+    """Speedups with the number decided at each step, by batch size."""
+    answers_differ: int
+    """Greedy answers that were others than without drafts: ties that kernels break by the rows of a step."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of it."""
+
+    num_prompts: int
+    step_ms: dict[int, float]
+    """Milliseconds of a step, by its rows."""
+    plain_tokens_per_second: dict[int, float]
+    """Without speculation, by batch size."""
+    drafters: list[DrafterReport]
+    recommendation: str
+    """A drafter's name, or off."""
+
+
+def read_prompts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
+    """Prompts to measure with: a text file has one a line, asked as a user's message; in a JSONL file each
+    line has ``messages``, or a ``prompt`` to continue. UsageError for a file with none, or a line that is
+    something else."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: the prompts cannot be read ({error})") from error
+    if not lines:
+        raise UsageError(f"{path}: holds no prompts; write one a line")
+    if path.suffix != ".jsonl":
+        return [tokenizer.encode_chat([{"role": "user", "content": line}]) for line in lines]
+    return [_parse(line, f"{path}:{number}", tokenizer) for number, line in enumerate(lines, 1)]
+
+
+def _parse(line: str, place: str, tokenizer: Tokenizer) -> list[int]:
+    try:
+        body = json.loads(line)
+    except ValueError as error:
+        raise UsageError(f"{place}: is not valid JSON ({error})") from error
+    match body:
+        case {"messages": [*messages]}:
+            return tokenizer.encode_chat(messages)
+        case {"prompt": str(text)}:
+            return tokenizer.encode(text)
+    raise UsageError(f"{place}: has neither a list of messages nor a prompt, which is a text")
+
+
+def make_report(
+    engine: Engine,
+    times: StepTimes,
+    drafters: Mapping[str, Sequence[Drafter]],
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    batches: Sequence[int],
+    advance: Callable[[], None],
+) -> Report:
+    """Serve the prompts by every way to draft and at every batch size, with and without, back to back.
+
+    `drafters` are those that work together under a name. `advance` is called after each of the
+    `num_runs` runs.
+    """
+
+    def serve(speculator: Speculator | None, batch: int) -> Measured:
+        measured = serve_all(engine, speculator, prompts, params, batch)
+        advance()
+        return measured
+
+    plain = {batch: serve(None, batch) for batch in batches}
+    reports = []
+    for name, together in drafters.items():
+        longest = max(drafter.max_tokens for drafter in together)
+        vocab_size = engine.vocab_size
+        fixed = serve(Speculator(together, None, vocab_size, num_tokens=longest), 1)
+        auto = Speculator(together, times, vocab_size)
+        speedups = {}
+        for batch in batches:
+            drafted, again = serve(auto, batch), serve(None, batch)
+            without = (plain[batch].mean_tpot_ms + again.mean_tpot_ms) / 2
+            speedups[batch] = without / drafted.mean_tpot_ms
+        differing = sum(a != b for a, b in zip(fixed.answers, plain[batches[0]].answers, strict=True))
+        reports.append(_drafter_report(name, longest, fixed, times, speedups, differing))
+    rows = [1, 2, 4, 8, 16, 32, 64]
+    step_ms = times.predict_ms(np.array(rows, np.float64), np.zeros(len(rows))).tolist()
+    return Report(
+        num_prompts=len(prompts),
+        step_ms=dict(zip(rows, step_ms, strict=True)),
+        plain_tokens_per_second={
+            batch: 1000 * batch / max(found.mean_tpot_ms, 1e-9) for batch, found in plain.items()
+        },
+        drafters=reports,
+        recommendation=recommend(reports),
+    )
+
+
+def num_runs(num_drafters: int, num_batches: int) -> int:
+    """How often the prompts are served for a report."""
+    return num_batches + num_drafters * (1 + 2 * num_batches)
+
+
+def recommend(reports: Sequence[DrafterReport]) -> str:
+    """The way to draft that was fastest, by the geometric mean over the batch sizes; off when none gained."""
+    best, speedup = OFF, _WORTHWHILE
+    for report in reports:
+        found = float(np.exp(np.mean(np.log(list(report.measured.values())))))
+        if found > speedup:
+            best, speedup = report.name, found
+    return best
+
+
+def _drafter_report(
+    name: str,
+    longest: int,
+    fixed: Measured,
+    times: StepTimes,
+    measured: dict[int, float],
+    differing: int,
+) -> DrafterReport:
+    num_tokens = sum(length for length, _ in fixed.lengths)
+    drafting_ms = 1000 * fixed.drafting_seconds / max(num_tokens, 1)
+    rates, share = fixed.rates(), fixed.draft_share
+    settings = []
+    for length in (length for length in _LENGTHS if length <= longest):
+        gained = sum(rates[:length])
+        settings.append(
+            Setting(
+                length,
+                1 + gained,
+                1 + share * gained,
+                {
+                    batch: _expected(times, batch, share * length, share * gained, drafting_ms * length)
+                    for batch in measured
+                },
+            )
+        )
+    return DrafterReport(name, rates, share, drafting_ms, settings, measured, differing)
+
+
+def _expected(times: StepTimes, batch: int, drafted: float, gained: float, drafting_ms: float) -> float:
+    """The speedup that drafts of so many tokens for each sequence should bring."""
+    rows = np.array([batch, batch * (1 + drafted)], np.float64)
+    plain, verifying = times.predict_ms(rows, np.zeros(2)).tolist()
+    return float((1 + gained) * plain / (verifying + drafting_ms))
