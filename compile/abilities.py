@@ -27,9 +27,9 @@ class Abilities:
         if scheme.activation is None or not self.only_codes or multiplies_codes(scheme):
             return None
         return (
-            "it multiplies rounded inputs by weights of their own kind alone: int8 by 5 to 8 bits, fp8 by "
-            "fp8, in channels or in groups that those of the inputs divide, symmetric if in groups; take "
-            "such weights, or leave activations out"
+            "it multiplies rounded inputs by weights of their own kind alone: nvfp4 by nvfp4, int8 by 5 "
+            "to 8 bits, fp8 by fp8, in channels or in groups that those of the inputs divide, symmetric if "
+            "in groups; take such weights, or leave activations out"
         )
 
 

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from qtool.core.qtensor import Fp4Tensor, QuantizedTensor
-from qtool.core.schemes import Fp8Scheme, IntScheme, LinearScheme
+from qtool.core.schemes import NVFP4_ACTIVATIONS, Fp4Scheme, Fp8Scheme, IntScheme, LinearScheme
 
 
 def stored_bits(scheme: IntScheme) -> int:
@@ -79,7 +79,10 @@ def codes_at_once(scheme: LinearScheme, in_features: int) -> int | None:
 
 
 def multiplies_codes(scheme: LinearScheme) -> bool:
-    """Whether `codes_at_once` is a number, for any weight that the scheme's groups and blocks divide."""
+    """Whether some kernels multiply codes: nvfp4 by nvfp4, which have scales of their own way, else where
+    `codes_at_once` is a number, for any weight that the scheme's groups and blocks divide."""
+    if scheme.activation == NVFP4_ACTIVATIONS:
+        return scheme.weight == Fp4Scheme("nvfp4")
     sizes = [size for size in _group_sizes(scheme) if size is not None]
     return codes_at_once(scheme, 2 * math.lcm(*sizes)) is not None
 

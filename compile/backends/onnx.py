@@ -50,6 +50,7 @@ from qtool.compile.layers import Mixture
 from qtool.compile.rope import Rope
 from qtool.compile.stack import alike, stack
 from qtool.compile.weights import CheckpointWeights
+from qtool.core.activation import Activation
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.qtensor import Linear, Weight
 
@@ -167,7 +168,7 @@ class Onnx:
         weight = linear.weight
         if linear.activation is not None:
             exact = self._cast(x.name, self._dtype, torch.float32)
-            product = rounded_product(self._graph, exact, linear, linear.activation)
+            product = self._rounded_product(exact, linear, linear.activation)
             product = self._cast(product, torch.float32, self._dtype)
         elif self._table is not None and weight is self._table[0]:  # a tied head, stored once
             product = self._graph.node("Gemm", x.name, self._table[1], transB=1)
@@ -177,6 +178,9 @@ class Onnx:
         if linear.bias is not None:
             product = self._graph.node("Add", product, self._dense("bias", linear.bias))
         return Rows(product, weight.shape[0])
+
+    def _rounded_product(self, x: str, linear: Linear, activation: Activation) -> str:
+        return rounded_product(self._graph, x, linear, activation)
 
     def _matrix(self, weight: Weight) -> str:
         """A weight [N, K] as the right side of a product, [K, N]."""

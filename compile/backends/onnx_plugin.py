@@ -10,16 +10,17 @@ import numpy as np
 import torch
 from onnx import TensorProto
 
-from qtool.compile.backends.onnx import Onnx, Rows
+from qtool.compile.backends.onnx import Rows
 from qtool.compile.backends.onnx_graph import Attribute, Graph
+from qtool.compile.backends.onnx_tensorrt import TensorRtOnnx
 from qtool.compile.decoder import Attention
 
 DOMAIN = "qtool"
 """Of the plugins: TensorRT's parser finds them by this and the operator's name."""
 
 
-class PluginOnnx(Onnx):
-    """`Onnx` with the plugins of `qtool.compile.kernels.tensorrt_plugin`, for one capability's GPUs."""
+class PluginOnnx(TensorRtOnnx):
+    """`TensorRtOnnx` with the plugins of `qtool.compile.kernels.tensorrt_plugin`, for GPUs of one kind."""
 
     def __init__(self, graph: Graph, dtype: torch.dtype, block_size: int, *, compute_capability: int) -> None:
         super().__init__(graph, dtype, block_size)

@@ -1,6 +1,7 @@
 """Single linears of every scheme, and what the reference makes of them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from qtool.compile.backends.onnx import Onnx, Rows
 from qtool.compile.backends.onnx_graph import Graph
+from qtool.compile.backends.onnx_tensorrt import TensorRtOnnx
 from qtool.compile.backends.reference import Dense, Tokens
+from qtool.compile.decoder import Weights
 from qtool.core.activation import Activation
 from qtool.core.qtensor import Linear, Quantized
 from qtool.core.schemes import (
@@ -69,6 +72,7 @@ BY_CODES: list[LinearScheme] = [
     ),
 ]
 """Schemes that kernels multiply as codes."""
+NVFP4 = LinearScheme(Fp4Scheme("nvfp4"), NVFP4_ACTIVATIONS)
 ROUNDED: list[LinearScheme] = [
     LinearScheme(IntScheme(4, 32, True), INT8),
     LinearScheme(IntScheme(4, 32, False), GROUPS["int8"]),
@@ -76,7 +80,7 @@ ROUNDED: list[LinearScheme] = [
     LinearScheme(IntScheme(8, 16, True), GROUPS["int8"]),
     LinearScheme(Fp8Scheme(1, None), INT8),
     LinearScheme(Fp4Scheme("nvfp4"), FP8),
-    LinearScheme(Fp4Scheme("nvfp4"), NVFP4_ACTIVATIONS),
+    LinearScheme(Fp4Scheme("mxfp4"), NVFP4_ACTIVATIONS),
 ]
 """Schemes whose inputs are rounded, but not for a kernel's sake."""
 
@@ -132,13 +136,13 @@ def write_linear(linear: Linear, folder: Path, dtype: torch.dtype = torch.float3
 
 
 def write_linears(linears: Sequence[Linear], folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Linears over one x, each a product of its own; y, y.1, y.2 and so on."""
+    """Linears over one x, each a product of its own; y, y.1, y.2 and so on. In float16: TensorRT's graph."""
     in_features, kind = linears[0].weight.shape[1], TensorProto.FLOAT
     if dtype == torch.float16:
         kind = TensorProto.FLOAT16
     with (folder / "g.data").open("wb") as data:
         graph = Graph(data, "g.data")
-        operations = Onnx(graph, dtype, 32)
+        operations = (TensorRtOnnx if dtype == torch.float16 else Onnx)(graph, dtype, 32)
         x = graph.input("x", kind, ["B", "S", in_features])
         found = [operations.linears(Rows(x, in_features), [linear])[0] for linear in linears]
     for index, rows in enumerate(found):
@@ -148,5 +152,23 @@ def write_linears(linears: Sequence[Linear], folder: Path, dtype: torch.dtype = 
     for value in unused:
         model.graph.input.remove(value)
     onnx.save(model, folder / "g.onnx")
-    onnx.checker.check_model(folder / "g.onnx", full_check=True)
+    onnx.checker.check_model(folder / "g.onnx", full_check=dtype == torch.float32)
     return folder / "g.onnx"
+
+
+class Requantized:
+    """`source` with linears rounded as `schemes` says, by a part of their name."""
+
+    def __init__(self, source: Weights, schemes: dict[str, LinearScheme]) -> None:
+        self._source, self._schemes = source, schemes
+
+    def tensor(self, name: str) -> Tensor:
+        return self._source.tensor(name)
+
+    def linear(self, module: str) -> Linear:
+        linear = self._source.linear(module)
+        scheme = next((scheme for part, scheme in self._schemes.items() if part in module), None)
+        if scheme is None:
+            return linear
+        rounded = linear_of(scheme, 1, 96).activation
+        return replace(linear, weight=quantized(linear.dense(), scheme.weight), activation=rounded)

@@ -16,6 +16,8 @@ import torch
 from onnx import TensorProto, numpy_helper
 from torch import Tensor
 
+from qtool.core.fp4 import fp4_codes, fp4_values
+
 DTYPES = {
     trt.DataType.FLOAT: torch.float32,
     trt.DataType.HALF: torch.float16,
@@ -44,10 +46,11 @@ class Interpreter:
         assert parser.parse_from_file(str(model))
         self._codes = _codes(model)
         kinds = trt.LayerType
-        self._kinds: dict[Any, Callable[..., Tensor]] = {
+        self._kinds: dict[Any, Callable[..., Tensor | tuple[Tensor, Tensor]]] = {
             kinds.CONSTANT: self._constant,
             kinds.CAST: lambda layer, x: self._to(x, layer.to_type),
             kinds.QUANTIZE: _quantize,
+            kinds.DYNAMIC_QUANTIZE: _quantize_nvfp4,
             kinds.DEQUANTIZE: self._dequantize,
             kinds.SELECT: lambda layer, mask, a, b: torch.where(mask, a, b),
             kinds.GATHER: _gather,
@@ -77,7 +80,9 @@ class Interpreter:
             _become(layer, kind)
             result = self._kinds[kind](layer, *(tensor and values[tensor.name] for tensor in tensors))
             output = layer.get_output(0)
-            assert layer.num_outputs == 1
+            if isinstance(result, tuple):  # codes and their scales
+                values[layer.get_output(1).name] = result[1]
+                result = result[0]
             assert len(output.shape) == result.dim(), f"{layer.name}: {result.shape}, said {output.shape}"
             sizes = zip(output.shape, result.shape, strict=True)
             assert all(said in (-1, size) for said, size in sizes), layer.name
@@ -112,9 +117,8 @@ class Interpreter:
         if scale.dim() < 2:
             shape = [-1 if axis == layer.axis else 1 for axis in range(codes.dim())]
             return codes.to(scale.dtype) * (scale.view(shape) if scale.numel() > 1 else scale)
-        rows, columns = codes.shape
-        assert columns == scale.shape[1]
-        return codes.to(scale.dtype) * scale.repeat_interleave(rows // len(scale), 0)
+        axis = next(axis for axis in range(2) if codes.shape[axis] != scale.shape[axis])
+        return codes.to(scale.dtype) * scale.repeat_interleave(codes.shape[axis] // scale.shape[axis], axis)
 
 
 def _codes(model: Path) -> dict[str, Tensor]:
@@ -122,6 +126,8 @@ def _codes(model: Path) -> dict[str, Tensor]:
     for tensor in onnx.load(model).graph.initializer:
         if tensor.data_type == TensorProto.INT4:
             found[tensor.name] = torch.from_numpy(numpy_helper.to_array(tensor).astype(np.int8))
+        elif tensor.data_type == TensorProto.FLOAT4E2M1:
+            found[tensor.name] = torch.from_numpy(numpy_helper.to_array(tensor).astype(np.float32))
         elif tensor.data_type == TensorProto.FLOAT8E4M3FN:
             raw = np.frombuffer(tensor.raw_data, np.uint8).reshape(tuple(tensor.dims)).copy()
             found[tensor.name] = torch.from_numpy(raw).view(torch.float8_e4m3fn)
@@ -138,8 +144,20 @@ def _quantize(layer: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None = 
     return (x / scale).round().clamp(-128, 127).to(torch.int8)
 
 
+def _quantize_nvfp4(layer: Any, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks of 16 inputs: e2m1 numbers, here in float32, and fp8 scales less the factor `scale`."""
+    assert (layer.block_size, layer.axis) == (16, x.dim() - 1)
+    assert (layer.to_type, layer.scale_type) == (trt.DataType.FP4, trt.DataType.FP8)
+    blocks = x.unflatten(-1, (-1, 16)).float()
+    own = (blocks.abs().amax(-1) / 6 / scale).clamp(max=448).to(torch.float8_e4m3fn)
+    codes = fp4_values(fp4_codes((blocks / (own.float() * scale)[..., None]).nan_to_num()))
+    return codes.flatten(-2), own
+
+
 def _dtype_of(tensor: Any) -> torch.dtype:
-    return torch.int8 if tensor.dtype == trt.DataType.INT4 else DTYPES[tensor.dtype]
+    """Torch's of what the interpreter holds: numbers of 4 bits are wider here."""
+    wider = {trt.DataType.INT4: torch.int8, trt.DataType.FP4: torch.float32}
+    return wider.get(tensor.dtype) or DTYPES[tensor.dtype]
 
 
 def _become(layer: Any, kind: Any) -> None:

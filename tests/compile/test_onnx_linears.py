@@ -13,6 +13,7 @@ from qtool.runtime.engines.onnx import open_session
 from tests.compile.linears import (
     BY_CODES,
     INT8,
+    NVFP4,
     ROUNDED,
     WEIGHTS,
     inputs,
@@ -41,7 +42,7 @@ def test_weights_of_every_format_are_the_same_numbers(scheme: WeightScheme, tmp_
     assert_same(computed(tmp_path, linear, x), reference(x, linear))
 
 
-@pytest.mark.parametrize("scheme", [*BY_CODES, *ROUNDED], ids=str)
+@pytest.mark.parametrize("scheme", [*BY_CODES, NVFP4, *ROUNDED], ids=str)
 def test_rounded_inputs_are_rounded_alike(scheme: LinearScheme, tmp_path: Path) -> None:
     linear, x = linear_of(scheme, 37, 96), inputs(7, 96)
     assert_same(computed(tmp_path, linear, x), reference(x, linear))

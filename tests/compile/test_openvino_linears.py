@@ -9,7 +9,7 @@ from qtool.compile.backends.openvino import OpenVino
 from qtool.compile.stack import stack
 from qtool.core.qtensor import Linear
 from qtool.core.schemes import Fp4Scheme, Fp8Scheme, IntScheme, LinearScheme, WeightScheme
-from tests.compile.linears import BY_CODES, GROUPS, ROUNDED, WEIGHTS, inputs, linear_of, reference
+from tests.compile.linears import BY_CODES, GROUPS, NVFP4, ROUNDED, WEIGHTS, inputs, linear_of, reference
 
 BOUND = 1e-5
 """Of the largest output: float32 sums in another order."""
@@ -35,7 +35,7 @@ def test_weights_of_every_format_are_the_same_numbers(scheme: WeightScheme, rows
     assert difference(linear, x, reference(x, linear)) < BOUND
 
 
-@pytest.mark.parametrize("scheme", [*BY_CODES, *ROUNDED], ids=str)
+@pytest.mark.parametrize("scheme", [*BY_CODES, NVFP4, *ROUNDED], ids=str)
 def test_rounded_inputs_are_rounded_alike(scheme: LinearScheme) -> None:
     """All but those between two codes, where the plugin's division may differ in its last bit.
 

@@ -15,13 +15,16 @@ from qtool.compile.backends.tensorrt.info import EngineInfo, Layer, LayerTensor,
 from qtool.compile.backends.tensorrt.inspector import Inspection, check_holds, inspect
 from qtool.compile.backends.tensorrt.log import Line, faults
 from qtool.compile.backends.tensorrt.process import run_build
+from qtool.compile.backends.tensorrt.schemes import least_capability
 from qtool.compile.backends.tensorrt.worker import BuildSpec, Phases
 from qtool.compile.build import compile_engine
 from qtool.compile.engine import read_spec
 from qtool.core.recipe import TensorRtOptions
-from qtool.core.schemes import IntScheme
+from qtool.core.schemes import Fp4Scheme, IntScheme, LinearScheme
 from qtool.errors import QtoolError, UsageError
 from tests.compile.checkpoints import write_family, write_quantized
+from tests.compile.linears import NVFP4
+from tests.compile.peer_checkpoints import write_compressed
 from tests.compile.two_layers import LAYERS, write_two_layers
 
 pytest.importorskip("tensorrt_rtx_bindings")
@@ -166,6 +169,29 @@ def test_what_the_library_cannot_do_is_refused_before_any_work(tiny: Path, tmp_p
     with pytest.raises(QtoolError, match="3 attention heads: tensorrt-rtx has no attention kernel for fewer"):
         compile_engine(tiny, "tensorrt-rtx", tmp_path / "engine")
     assert not list(tmp_path.glob("*engine*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "fp8",
+            r"quantized as fp8, channel, which GPUs of compute capability 80, 86 do not know, only those",
+        ),
+        ("fp8 dynamic", r"from 89 on; build for the others alone, --cc 89,120"),
+    ],
+)
+def test_formats_that_a_gpu_does_not_know_are_refused_before_any_work(
+    name: str, said: str, tmp_path: Path
+) -> None:
+    checkpoint = write_compressed(write_family("llama", tmp_path / "source"), tmp_path / "model", name)
+    with pytest.raises(UsageError, match=said):
+        compile_engine(checkpoint, "tensorrt-rtx", tmp_path / "engine")
+    assert not list(tmp_path.glob("*engine*"))
+
+
+def test_nvfp4_products_are_for_blackwell(tmp_path: Path) -> None:
+    assert [least_capability(scheme) for scheme in (NVFP4, LinearScheme(Fp4Scheme("nvfp4")))] == [100, 0]
 
 
 # What fails
@@ -340,6 +366,25 @@ def test_a_plan_is_held_to_the_weights_of_its_graph() -> None:
         check_holds(Inspection((holding(("Int4", (64, 96)), ("Half", (96,))),), (), 0, ()), facts, 1)
     with pytest.raises(QtoolError, match="no layers for profile 1"):
         check_holds(Inspection((whole,), (), 0, ()), facts, 2)
+
+
+def test_a_plan_is_held_to_the_kernels_that_multiply_codes() -> None:
+    def layer(read: str, written: str) -> Layer:
+        tensors = [LayerTensor(dtype=dtype, shape=(8, 96)) for dtype in (read, written)]
+        codes = LayerTensor(dtype="Int8", shape=(96, 64))
+        layer = holding()
+        return layer.model_copy(
+            update={"inputs": (tensors[0],), "constants": (codes,), "outputs": (tensors[1],)}
+        )
+
+    facts = GraphFacts(0, 0, frozenset(), {}, multiplied_codes={"Int8": 96 * 64})
+    check_holds(Inspection((layer("Int8", "Float"),), (), 0, ()), facts, 1)
+    with pytest.raises(
+        QtoolError, match="multiplies 0 weights as Int8 codes, the graph 6144: for the others"
+    ):
+        check_holds(Inspection((layer("Half", "Half"),), (), 0, ()), facts, 1)
+    with pytest.raises(QtoolError, match="gives the bare sums in Half: they would overflow"):
+        check_holds(Inspection((layer("Int8", "Half"),), (), 0, ()), facts, 1)
 
 
 def test_a_log_without_the_inspector_s_text_is_an_error() -> None:

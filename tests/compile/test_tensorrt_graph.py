@@ -9,6 +9,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from qtool.compile.backends.onnx import write_onnx
+from qtool.compile.backends.onnx_tensorrt import TensorRtOnnx
 from qtool.compile.backends.tensorrt.checks import read_graph
 from qtool.compile.backends.tensorrt.weights import SplitChannels, SymmetricWeights
 from qtool.compile.backends.tensorrt.zero_points import fold_zero_points
@@ -16,11 +17,12 @@ from qtool.compile.build import compile_engine
 from qtool.compile.config import read_config
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
-from qtool.core.schemes import IntScheme
+from qtool.core.schemes import Fp8Scheme, IntScheme, LinearScheme
 from qtool.errors import QtoolError
 from qtool.runtime.engines import open_engine
 from qtool.runtime.engines.onnx import MODEL, OnnxEngine
 from tests.compile.checkpoints import write_family, write_quantized
+from tests.compile.linears import GROUPS, NVFP4, Requantized
 from tests.compile.steps import difference, in_chunks
 
 TOKENS = np.random.default_rng(5).integers(0, 101, 40).tolist()
@@ -97,6 +99,22 @@ def test_a_channel_of_one_scale_becomes_two_groups_of_the_same_numbers(
         assert torch.equal(split.linear(name).dense(), plain.linear(name).dense())
         weight = split.linear(name).weight
         assert groups is None or weight.scale.shape[1] == groups
+
+
+@pytest.mark.parametrize("projections", [LinearScheme(Fp8Scheme(128, 32), GROUPS["fp8"]), NVFP4], ids=str)
+def test_zero_points_are_folded_behind_products_of_codes_too(
+    projections: LinearScheme, tmp_path: Path
+) -> None:
+    """Shapes have to be known behind operators that say theirs only when they run."""
+    checkpoint = Checkpoint(write_family("llama", tmp_path / "source"))
+    config = read_config(checkpoint.config, "config.json")
+    schemes = {"self_attn": projections, "mlp": LinearScheme(IntScheme(4, 32, False))}
+    weights = Requantized(CheckpointWeights(config, checkpoint), schemes)
+    file = write_onnx(config, weights, tmp_path, dtype=torch.float16, make=TensorRtOnnx)
+    assert fold_zero_points(file) == 2 * 3
+    kind = "FP8" if projections != NVFP4 else "FP4E2M1"
+    attention = 96 * 32 * (6 + 2 + 2 + 6)
+    assert read_graph(file).multiplied_codes == {kind: 3 * attention}
 
 
 def graph_of(

@@ -14,6 +14,7 @@ from qtool.compile.backends.tensorrt.process import run_build
 from qtool.compile.backends.tensorrt.weights import PairedFp4, SplitChannels
 from qtool.compile.backends.tensorrt.worker import BuildSpec
 from qtool.compile.backends.tensorrt.zero_points import fold_zero_points
+from qtool.compile.stack import stack
 from qtool.core.qtensor import Linear
 from qtool.core.schemes import Fp4Scheme, Fp8Scheme, IntScheme, LinearScheme, WeightScheme
 from tests.compile.linears import (
@@ -21,6 +22,7 @@ from tests.compile.linears import (
     FP8,
     GROUPS,
     INT8,
+    NVFP4,
     ROUNDED,
     STATIC_ASYMMETRIC,
     STATIC_INT8,
@@ -68,7 +70,7 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
-@pytest.mark.parametrize("scheme", BY_CODES, ids=str)
+@pytest.mark.parametrize("scheme", [*BY_CODES, NVFP4], ids=str)
 def test_products_of_codes_are_parsed_as_they_are(scheme: LinearScheme, tmp_path: Path) -> None:
     """In float32 whatever the graph computes in, but for the inputs and the result."""
     assert CAN.refusal(scheme) is None
@@ -120,7 +122,7 @@ def multiplied(layers: list[Layer]) -> set[tuple[str, str, str]]:
         for layer in layers
         for read in layer.inputs[:1]
         for constant in layer.constants
-        if len(constant.shape) > 1 and constant.dtype in ("Int4", "Int8", "FP8")
+        if len(constant.shape) > 1 and constant.dtype in ("Int4", "Int8", "FP8", "FP4E2M1")
     }
 
 
@@ -142,6 +144,11 @@ def test_fp8_codes_are_multiplied_by_fp8_kernels(capability: int, tmp_path: Path
     ]
     layers = built(tmp_path, [linear_of(scheme, 160, 96) for scheme in schemes], capability)
     assert multiplied(layers) == {("FP8", "FP8", "Float")}
+
+
+def test_nvfp4_codes_are_multiplied_by_nvfp4_kernels(tmp_path: Path) -> None:
+    layers = built(tmp_path, [stack([linear_of(NVFP4, 96, 96, seed=seed) for seed in range(2)])], 120)
+    assert multiplied(layers) == {("FP4E2M1", kind, "Float") for kind in ("FP4E2M1", "FP8")}  # and scales
 
 
 def test_weights_alone_are_multiplied_packed(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from qtool.compile.backends.onnx import BLOCK_SIZE, DATA, Onnx, write_onnx
+from qtool.compile.backends.onnx import BLOCK_SIZE, DATA, write_onnx
+from qtool.compile.backends.onnx_tensorrt import TensorRtOnnx
 from qtool.compile.backends.tensorrt.checks import read_graph
 from qtool.compile.backends.tensorrt.flavour import FLAVOURS, capabilities, check_gpu, load
 from qtool.compile.backends.tensorrt.info import (
@@ -95,7 +96,7 @@ def write_engine(
         folder,
         dtype=torch.float16,
         hidden_layers=hidden_layers,
-        make=plugin_operations(config) if plugins else Onnx,
+        make=plugin_operations(config) if plugins else TensorRtOnnx,
     )
     folded = fold_zero_points(model)
     facts = read_graph(model, plugins=plugins)

@@ -9,10 +9,15 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto
 
+from qtool.compile.backends.onnx_tensorrt import DOMAIN
 from qtool.errors import QtoolError
 
 _INT4 = {TensorProto.INT4, TensorProto.UINT4}
-_EIGHT_BITS: dict[int, str] = {TensorProto.INT8: "Int8", TensorProto.FLOAT8E4M3FN: "FP8"}
+_MULTIPLIED: dict[int, str] = {
+    TensorProto.INT8: "Int8",
+    TensorProto.FLOAT8E4M3FN: "FP8",
+    TensorProto.FLOAT4E2M1: "FP4E2M1",
+}
 """Types of codes that kernels multiply by codes, as TensorRT writes them."""
 _PASSIVE = {"Reshape", "Transpose", "Cast", "Identity", "Unsqueeze", "Squeeze", "Flatten", "Gather"}
 """Operators that hand on the values of their first input."""
@@ -46,7 +51,7 @@ def read_graph(model: Path, *, plugins: bool = False) -> GraphFacts:
     sizes: Counter[int] = Counter()
     multiplied: Counter[str] = Counter()
     for node in proto.graph.node:
-        if node.domain not in ("", "ai.onnx") and not plugins:
+        if node.domain not in ("", "ai.onnx", DOMAIN) and not plugins:
             raise QtoolError(
                 f"{model}: node {node.name or node.output[0]} ({node.domain}.{node.op_type}) is a plugin's; "
                 "a graph built without a GPU may hold ONNX's own operators alone"
@@ -59,7 +64,7 @@ def read_graph(model: Path, *, plugins: bool = False) -> GraphFacts:
         if node.op_type in ("MatMul", "Gemm"):
             codes = _codes_under_codes(model, node, makers, tensors)
             if codes is not None:
-                multiplied[_EIGHT_BITS[codes.data_type]] += math.prod(codes.dims)
+                multiplied[_MULTIPLIED[codes.data_type]] += math.prod(codes.dims)
     return GraphFacts(
         weight_bytes=sum(_bytes(tensor) for tensor in proto.graph.initializer),
         int4_codes=sizes.total(),
@@ -99,7 +104,7 @@ def _codes_under_codes(
     makers: dict[str, onnx.NodeProto],
     tensors: dict[str, onnx.TensorProto],
 ) -> onnx.TensorProto | None:
-    """The codes of a weight whose inputs are quantized to 8 bits, if that is what `product` multiplies.
+    """The codes of a weight whose inputs are quantized, if that is what `product` multiplies.
 
     In groups such a pair builds without a word, and the plan then applies the scales of the first group to
     all (4 bits), or computes in 16 bits.
@@ -110,7 +115,8 @@ def _codes_under_codes(
     if right is None or right.op_type != "DequantizeLinear" or right.input[0] not in tensors:
         return None
     codes = tensors[right.input[0]]
-    if codes.data_type not in _EIGHT_BITS or any(entry.name == "block_size" for entry in right.attribute):
+    grouped = any(entry.name == "block_size" for entry in right.attribute)
+    if codes.data_type not in _MULTIPLIED or grouped != (codes.data_type == TensorProto.FLOAT4E2M1):
         raise QtoolError(
             f"{model}: {product.name or product.output[0]} multiplies weights in groups or in 4 bits "
             f"({right.input[0]}) by activations quantized to 8 bits; tensorrt_rtx 1.7.1 builds 4-bit ones "

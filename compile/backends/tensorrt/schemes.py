@@ -4,29 +4,35 @@ from collections.abc import Sequence
 
 from qtool.compile.backends.tensorrt.flavour import Flavour, capabilities, check_gpu, load
 from qtool.core.checkpoint import Checkpoint
-from qtool.core.schemes import Fp8Scheme
+from qtool.core.schemes import NVFP4_ACTIVATIONS, Fp8Scheme, LinearScheme
 from qtool.errors import UsageError
-
-FP8_CAPABILITY = 89
-"""Of the first GPUs that know fp8: Ada."""
 
 
 def check_formats(checkpoint: Checkpoint, flavour: Flavour, asked: Sequence[int]) -> None:
     """Raise UsageError naming the first linear that needs another GPU than one of those to build for.
 
-    fp8 is the only such format: the builder refuses it for GPUs before Ada, weights alone too.
+    The builder refuses fp8 for GPUs before Ada, weights alone too, and products of fp4 before Blackwell.
     """
-    needs = next((m for m, s in checkpoint.schemes().items() if isinstance(s.weight, Fp8Scheme)), None)
-    if needs is None:
+    schemes = checkpoint.schemes()
+    needs = {module: least_capability(scheme) for module, scheme in schemes.items()}
+    if not any(needs.values()):
         return
-    chosen = _gpus(flavour, asked)
-    if lacking := [capability for capability in chosen if capability < FP8_CAPABILITY]:
-        others = [str(capability) for capability in chosen if capability >= FP8_CAPABILITY]
-        advice = f"build for the others alone, --cc {','.join(others)}" if others else "take another format"
+    module = max(needs, key=needs.__getitem__)
+    chosen, least = _gpus(flavour, asked), needs[module]
+    if lacking := [capability for capability in chosen if capability < least]:
+        others = ",".join(str(capability) for capability in chosen if capability >= least)
+        advice = f"build for the others alone, --cc {others}" if others else "take another"
         raise UsageError(
-            f"{checkpoint.path}: {needs} is quantized to fp8, which GPUs of compute capability "
-            f"{', '.join(map(str, lacking))} do not know, only those from {FP8_CAPABILITY} on; {advice}"
+            f"{checkpoint.path}: {module} is quantized as {schemes[module]}, which GPUs of compute "
+            f"capability {', '.join(map(str, lacking))} do not know, only those from {least} on; {advice}"
         )
+
+
+def least_capability(scheme: LinearScheme) -> int:
+    """The compute capability from which on GPUs know the format; 0: all of them."""
+    if scheme.activation == NVFP4_ACTIVATIONS:
+        return 100
+    return 89 if isinstance(scheme.weight, Fp8Scheme) else 0
 
 
 def _gpus(flavour: Flavour, asked: Sequence[int]) -> tuple[int, ...]:

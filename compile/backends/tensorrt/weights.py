@@ -44,7 +44,8 @@ class SplitChannels:
 
 @dataclass(frozen=True)
 class PairedFp4:
-    """`source` with each fp4 weight as two 4-bit integers, the inputs in twice: the same numbers.
+    """`source` with fp4 weights, whose inputs stay as they are, as two 4-bit integers each: the same numbers,
+    with the inputs in twice.
 
     The bytes that an nvfp4 weight costs in a plan of tensorrt_rtx 1.7.1, and those that a decode step moves:
 
@@ -54,9 +55,9 @@ class PairedFp4:
     float16                         2.000   2.000
     ==============================  =====  ======
 
-    Fp4 constants are known to GPUs of capability 12.0 alone, and multiplied as they are by fp4 inputs alone:
-    else every step writes them out in 16 bits and reads them back. Pairs run on all GPUs, at twice the
-    arithmetic, which prefill pays for.
+    Fp4 constants are known to GPUs of Blackwell alone, and multiplied as they are by fp4 inputs alone: else
+    every step writes them out in 16 bits and reads them back. Pairs run on all GPUs, at twice the arithmetic,
+    which prefill pays for.
     """
 
     source: Weights
@@ -68,7 +69,7 @@ class PairedFp4:
     def linear(self, module: str) -> Linear:
         """The linear `module`."""
         linear = self.source.linear(module)
-        if not isinstance(linear.weight, Fp4Tensor):
+        if not isinstance(linear.weight, Fp4Tensor) or linear.activation is not None:
             return linear
         order = torch.arange(linear.weight.shape[1]) if linear.order is None else linear.order
         return replace(linear, weight=as_int4_pairs(linear.weight), order=order.repeat(2))
