@@ -98,6 +98,13 @@ def serve(
     log_format: Annotated[
         LogFormat, typer.Option(help="json writes an object a line, one for every request.")
     ] = LogFormat.TEXT,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
+            help="URL of an OpenTelemetry collector that gets a span for each request; needs qtool[otel].",
+        ),
+    ] = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish the running requests; a second signal stops at once."""
     from rich.console import Console
@@ -156,6 +163,7 @@ def serve(
         drain_timeout_s=drain_timeout,
         tool_format=None if tool_call_parser is None else tool_format(tool_call_parser),
         log_format=log_format.value,
+        otlp_endpoint=otlp_endpoint or None,
     )
     model = served_model_name or engine.resolve().name
 

@@ -1,6 +1,7 @@
 """The HTTP API: its routes, and what lies around them."""
 
 import time
+from collections.abc import Callable, Sequence
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -10,7 +11,13 @@ import qtool
 from qtool.runtime.client import Client
 from qtool.runtime.server.errors import add_error_handlers
 from qtool.runtime.server.generation_routes import generation_routes
-from qtool.runtime.server.middleware import KeyMiddleware, RecordMiddleware, SizeMiddleware
+from qtool.runtime.server.middleware import (
+    Handled,
+    KeyMiddleware,
+    RecordMiddleware,
+    SizeMiddleware,
+    log_request,
+)
 from qtool.runtime.server.openapi import describe
 from qtool.runtime.server.operations import operations_routes
 from qtool.runtime.server.responses import Json
@@ -19,10 +26,23 @@ from qtool.runtime.server.settings import ServerSettings
 from qtool.runtime.server.tokenization import tokenization_routes
 
 
-def create_app(client: Client, model: str, settings: ServerSettings | None = None) -> ASGIApp:
-    """The OpenAI-compatible API over a client whose loop runs, serving it under the name `model`."""
+def create_app(
+    client: Client,
+    model: str,
+    settings: ServerSettings | None = None,
+    observers: Sequence[Callable[[Handled], None]] = (),
+) -> ASGIApp:
+    """The OpenAI-compatible API over a client whose loop runs, serving it under the name `model`.
+
+    `observers` are told of each request when it has ended; they must be quick and must not raise.
+    """
     service = make_service(client, model, settings or ServerSettings())
-    return _surround(_routes(service), service)
+
+    def count(handled: Handled) -> None:
+        service.metrics.count_request(handled.route, handled.status)
+
+    app = _surround(_routes(service), service.settings)
+    return RecordMiddleware(app, (count, log_request, *observers))
 
 
 def _routes(service: Service) -> FastAPI:
@@ -52,8 +72,7 @@ def _routes(service: Service) -> FastAPI:
     return app
 
 
-def _surround(app: ASGIApp, service: Service) -> ASGIApp:
-    settings = service.settings
+def _surround(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
     app = SizeMiddleware(app, settings.max_body_bytes)
     if settings.api_keys:
         app = KeyMiddleware(app, settings.api_keys)
@@ -65,4 +84,4 @@ def _surround(app: ASGIApp, service: Service) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
-    return RecordMiddleware(app, service.metrics.count_request)
+    return app

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from qtool.errors import QtoolError
 from qtool.runtime.client import Piece
 from qtool.runtime.request import ParameterError, RequestOptions, SamplingParams
-from qtool.runtime.server.metrics import AnswerTimer
+from qtool.runtime.server.measuring import AnswersMeter
 from qtool.runtime.server.middleware import RequestRecord
 from qtool.runtime.server.responses import Json
 from qtool.runtime.server.service import Service
@@ -94,21 +94,16 @@ def _timeout(service: Service, request: Request, generation: Generation) -> floa
 async def _measured(
     service: Service, record: RequestRecord, generation: Generation, pieces: AsyncGenerator[Piece, None]
 ) -> AsyncGenerator[Piece, None]:
-    """The pieces, counted and timed as they pass."""
-    num_answers = len(generation.prompts) * generation.params.n
-    num_prompt_tokens = sum(map(len, generation.prompts))
-    timers = [AnswerTimer(service.metrics, record.arrived) for _ in range(num_answers)]
-    service.metrics.prompt_tokens.inc(num_prompt_tokens)
-    record.fields["prompt_tokens"] = num_prompt_tokens
-    num_tokens = 0
-    async with aclosing(pieces):
-        async for piece in pieces:
-            num_tokens += 1
-            record.fields["completion_tokens"] = num_tokens
-            timers[piece.index].token()
-            if piece.finish_reason is not None:
-                timers[piece.index].finish()
-            yield piece
+    """The pieces, measured as they pass."""
+    meter = AnswersMeter(service.metrics, record, generation.prompts, generation.params)
+    try:
+        async with aclosing(pieces):
+            async for piece in pieces:
+                meter.take(piece)
+                yield piece
+    except QtoolError as error:
+        meter.fail(error)
+        raise
 
 
 async def _whole(pieces: AsyncGenerator[Piece, None], writer: Writer) -> JSONResponse:

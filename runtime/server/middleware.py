@@ -1,12 +1,13 @@
-"""What happens to a request before its route: a name, a key, a limit; and a line in the log after it."""
+"""What happens to a request before its route: a name, a key, a limit; and what is told after it."""
 
 import hashlib
 import hmac
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -30,22 +31,43 @@ class RequestRecord:
     arrived: float = field(default_factory=time.perf_counter)
     """On `time.perf_counter`."""
     fields: dict[str, object] = field(default_factory=dict)
-    """What its route adds to its line in the log."""
+    """What its route adds to its line in the log and to its span; `error` is what an answer failed of."""
+
+
+@dataclass(frozen=True)
+class Handled:
+    """A request that has ended."""
+
+    record: RequestRecord
+    method: str
+    path: str
+    route: str
+    """As a template; "unmatched" when it never came to a route."""
+    status: int
+    """0 when the client went away before there was one."""
+    headers: Headers
+    """As they came."""
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        """Whether the server is to blame: an answer that fails in mid-stream has the status 200."""
+        return self.status >= HTTPStatus.INTERNAL_SERVER_ERROR or "error" in self.record.fields
 
 
 class RecordMiddleware:
-    """Gives every request an id, the client's X-Request-Id or a new one, sends it back, and logs the end."""
+    """Gives every request an id, the client's X-Request-Id or a new one, sends it back, and tells the end."""
 
-    def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
-        """`count` gets each request's route, as a template, and its status."""
+    def __init__(self, app: ASGIApp, observers: Sequence[Callable[[Handled], None]]) -> None:
         self._app = app
-        self._count = count
+        self._observers = observers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         record = RequestRecord(given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
         scope.setdefault("state", {})["record"] = record
         status = 0
@@ -60,21 +82,30 @@ class RecordMiddleware:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            route = getattr(scope.get("route"), "path", "unmatched")
-            self._count(route, status)
-            access.info(
-                "request",
-                extra={
-                    "fields": {
-                        "request_id": record.id,
-                        "method": scope["method"],
-                        "path": scope["path"],
-                        "status": status,
-                        "seconds": round(time.perf_counter() - record.arrived, 6),
-                        **record.fields,
-                    }
-                },
+            handled = Handled(
+                record,
+                method=scope["method"],
+                path=scope["path"],
+                route=getattr(scope.get("route"), "path", "unmatched"),
+                status=status,
+                headers=headers,
+                seconds=time.perf_counter() - record.arrived,
             )
+            for observe in self._observers:
+                observe(handled)
+
+
+def log_request(handled: Handled) -> None:
+    """Write a request's line into the log."""
+    fields = {
+        "request_id": handled.record.id,
+        "method": handled.method,
+        "path": handled.path,
+        "status": handled.status,
+        "seconds": round(handled.seconds, 6),
+        **handled.record.fields,
+    }
+    access.info("request", extra={"fields": fields})
 
 
 class KeyMiddleware:

@@ -4,7 +4,7 @@ import asyncio
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar, cast
@@ -12,11 +12,13 @@ from typing import Literal, TypeVar, cast
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from qtool.core import lazy
 from qtool.errors import QtoolError
 from qtool.runtime.client import Client
 from qtool.runtime.server.app import create_app
 from qtool.runtime.server.errors import answer_loading
 from qtool.runtime.server.logs import set_up_logging
+from qtool.runtime.server.middleware import Handled
 from qtool.runtime.server.settings import ServerSettings
 
 T = TypeVar("T")
@@ -47,12 +49,26 @@ def serve(
     The port is taken before `load` makes the client, in a thread of its own; until it has, everything is
     answered with 503. `ready` gets the URL then. Returns the exit code: 0, or 128 + the signal when something
     was cut short: loading, or requests by a second signal or the drain timeout. Raises what `load` raises,
-    and QtoolError for a port in use or when the engine has failed, its requests having been told.
+    and QtoolError for a port in use or when the engine has failed, its requests having been told; UsageError
+    when traces are wanted and the extra for them is missing.
     """
     settings = settings or ServerSettings()
-    with _bind(address) as listener:
+    with _bind(address) as listener, _tracing(settings, model) as observers:
         set_up_logging(settings.log_format)
-        return asyncio.run(_Process(listener, model, load, ready, settings).run())
+        return asyncio.run(_Process(listener, model, load, ready, settings, observers).run())
+
+
+@contextmanager
+def _tracing(settings: ServerSettings, model: str) -> Iterator[Sequence[Callable[[Handled], None]]]:
+    """What records requests as spans, if anything shall; what it still holds is sent at the end."""
+    if settings.otlp_endpoint is None:
+        yield ()
+        return
+    tracer = lazy.load("qtool.runtime.server.tracing:make_tracer", "otel")(settings.otlp_endpoint, model)
+    try:
+        yield (tracer.record,)
+    finally:
+        tracer.close()
 
 
 class _Process:
@@ -65,12 +81,14 @@ class _Process:
         load: Callable[[], Client],
         ready: Callable[[str], None],
         settings: ServerSettings,
+        observers: Sequence[Callable[[Handled], None]],
     ) -> None:
         self._listener = listener
         self._model = model
         self._load = load
         self._ready = ready
         self._settings = settings
+        self._observers = observers
         self._app: ASGIApp = answer_loading
         self._server = _Server(
             uvicorn.Config(
@@ -119,7 +137,7 @@ class _Process:
 
         client.loop.on_failure = leave
         client.start()
-        self._app = create_app(client, self._model, self._settings)
+        self._app = create_app(client, self._model, self._settings, self._observers)
         self._client = client
         self._ready(_url(self._listener))
 

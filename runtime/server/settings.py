@@ -28,6 +28,15 @@ class ServerSettings:
     """How the model writes tool calls; None reads it off the chat template."""
     log_format: LogFormat = "text"
     """"json" writes one object a line, and one line for every request."""
+    otlp_endpoint: str | None = None
+    """Base URL of a collector that gets a span for each request; None makes none."""
+
+    def __post_init__(self) -> None:
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise UsageError(
+                f"the OTLP endpoint {self.otlp_endpoint!r} is no http URL; give the collector's, as in "
+                "http://127.0.0.1:4318"
+            )
 
 
 def read_api_keys(path: Path) -> frozenset[str]:

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -15,6 +15,7 @@ from qtool.runtime.client import Client
 from qtool.runtime.engines.contract import Engine
 from qtool.runtime.scheduler import SchedulerConfig
 from qtool.runtime.server.app import create_app
+from qtool.runtime.server.middleware import Handled
 from qtool.runtime.server.settings import ServerSettings
 from qtool.runtime.speculation.speculator import Speculator
 from qtool.runtime.tokenizer import Tokenizer
@@ -39,11 +40,12 @@ def serving(
     config: SchedulerConfig | None = None,
     settings: ServerSettings | None = None,
     speculator: Speculator | None = None,
+    observers: Sequence[Callable[[Handled], None]] = (),
 ) -> Iterator[Served[E]]:
     """Serve an engine under the name "model"."""
     client = Client(engine, tokenizer, config or SchedulerConfig(8, 64), speculator)
     listener = socket.create_server(("127.0.0.1", 0))
-    app = create_app(client, "model", settings)
+    app = create_app(client, "model", settings, observers)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="error", lifespan="off"))
 
     async def main() -> None:

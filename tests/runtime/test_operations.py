@@ -281,7 +281,7 @@ def test_a_request_is_one_line_of_json_in_the_log(
     (record,) = [record for record in caplog.records if record.name == "qtool.access"]
     line = json.loads(JsonFormatter().format(record))
     assert line.pop("time").endswith("+00:00")
-    assert line.pop("seconds") > 0
+    assert 0 < line.pop("ttft_seconds") <= line.pop("seconds")
     assert line == {
         "level": "info",
         "logger": "qtool.access",
@@ -291,7 +291,11 @@ def test_a_request_is_one_line_of_json_in_the_log(
         "path": "/v1/completions",
         "status": 200,
         "prompt_tokens": len(served.client.tokenizer.encode("Once")),
+        "max_tokens": 5,
+        "temperature": 1.0,
         "completion_tokens": 5,
+        "cached_tokens": 0,
+        "finish_reasons": ["length"],
     }
 
 
