@@ -131,7 +131,7 @@ def _round(graph: Graph, x: str, activation: Activation) -> str:
 def _round_nvfp4(graph: Graph, x: str, activation: Activation) -> str:
     """e2m1 has steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6; halves go to the even multiple of a step."""
     assert activation.scale is not None
-    factor = _float(graph, 1 / np.float32(activation.scale))
+    factor = _float(graph, 1 / activation.scale)
     largest = graph.node("ReduceMax", graph.node("Abs", x), graph.integers(-1), keepdims=1)
     block = graph.node("Mul", factor, graph.node("Div", largest, _float(graph, FP4_MAX)))
     block = _round_fp8(graph, graph.node("Min", block, _float(graph, FP8_MAX)))

@@ -38,7 +38,7 @@ def _round(x: ov.Output, activation: Activation) -> ov.Output:
 def _round_nvfp4(x: ov.Output, activation: Activation) -> ov.Output:
     """e2m1 has steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6; halves go to the even multiple of a step."""
     assert activation.scale is not None
-    factor = _float(1 / np.float32(activation.scale))
+    factor = _float(1 / activation.scale)
     largest = ops.reduce_max(ops.absolute(x), _integers(-1), True)
     block = ops.minimum(ops.multiply(factor, ops.divide(largest, _float(FP4_MAX))), _float(FP8_MAX))
     block = _round_fp8(block)

@@ -1,7 +1,8 @@
 """Round to nearest for weights that are small floats: fp8, mxfp4 and nvfp4.
 
 Numbers beyond the largest of a format become the largest. Engines that fuse linears over one input (q, k and
-v; gate and up) know one scale for the tensor of them all: `shared_fp8_scale` and `shared_nvfp4_scale` give it.
+v; gate and up) know one scale for the tensor of them all, which `shared_fp8_scale` and `shared_nvfp4_scale`
+give.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,8 +18,9 @@ from qtool.quantize.methods.grid import stored_scale
 
 _LEAST_E4M3 = 2.0**-9
 _RATIOS = tuple(2 ** (step / 8) for step in range(-5, 6))
-"""Block scales to try, as factors of ``largest / 6``. Up to ``largest / 4``: 4 and 6 are further apart than the
-codes below (Cook et al. 2025, arXiv:2512.02010). As far down: the largest is clipped, the others get finer."""
+"""Block scales to try, as factors of ``largest / 6``. Up to ``largest / 4``: 4 and 6 are further apart than
+the codes below (Cook et al. 2025, arXiv:2512.02010). As far down: the largest is clipped, the others get
+finer."""
 
 
 def shared_fp8_scale(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
