@@ -86,14 +86,14 @@ def next_token(
     try:
         token = _choose(adjusted(row, sequence), sequence, draft, children)
         if token == NO_TOKEN:
-            return NextToken(None, error=_why_none(row))
+            return NextToken(None, error=_why_none(row, sequence))
         return _take(token, row, sequence)
     except Exception as error:
         return _failed(error)
 
 
 def _failed(error: Exception) -> NextToken:
-    """A grammar that fails, however it does, must not end the other requests."""
+    """A sequence that fails, however it does, must not end the others."""
     _log.error("a sequence fails where its next token is chosen", exc_info=error)
     return NextToken(None, error=f"{type(error).__name__}: {error}")
 
@@ -149,12 +149,16 @@ def _take(token: int, row: Floats, sequence: SequenceState) -> NextToken:
     """The token that was chosen by a row of logits, as the constraint accepts it and with its report."""
     if sequence.constraint is not None:
         sequence.constraint.accept(token)
+        if sequence.constraint.failure is not None:
+            return NextToken(None, error=sequence.constraint.failure)
     if sequence.params.logprobs is None:
         return NextToken(token)
     return NextToken(token, token_logprobs(row, token, sequence.params.logprobs))
 
 
-def _why_none(row: Floats) -> str:
+def _why_none(row: Floats, sequence: SequenceState) -> str:
+    if sequence.constraint is not None and sequence.constraint.failure is not None:
+        return sequence.constraint.failure
     if np.isfinite(row.max()):
         return "no token is left to choose: the request's rules forbid every one"
     return "the model gave logits that are not finite"

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from qtool.errors import UsageError
-from qtool.runtime.constraint import ConstraintFactory, TokenConstraint
+from qtool.runtime.constraint import ConstraintFactory, GuardedConstraint
 from qtool.runtime.logprobs import TokenLogprobs
 
 FinishReason = Literal["stop", "length"]
@@ -190,7 +190,7 @@ class SequenceState:
     """When it first ran; None before."""
     first_token: float | None = None
     """When its answer's first token was there; None before."""
-    constraint: TokenConstraint | None = field(init=False)
+    constraint: GuardedConstraint | None = field(init=False)
     num_prompt: int = field(init=False)
     num_computed: int = 0
     """Leading tokens whose keys and values are in the pool."""
@@ -212,7 +212,8 @@ class SequenceState:
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
         self.generator = self.params.generator(self.choice)
-        self.constraint = None if self.options.constraint is None else self.options.constraint()
+        factory = self.options.constraint
+        self.constraint = None if factory is None else GuardedConstraint(factory())
 
     @property
     def deadline(self) -> float | None:

@@ -117,7 +117,10 @@ def test_a_grammar_that_fails_ends_its_own_sequence_and_no_other(method: str) ->
     setattr(Failing, method, fail)
     bad = state(SamplingParams(), options=RequestOptions(constraint=lambda: Failing([35])))
     failed, fine = next_token(row(), bad), next_token(row(), state(SamplingParams(temperature=0)))
-    assert (failed.token, failed.error) == (None, "ValueError: the grammar is lost")
+    assert (failed.token, failed.error) == (
+        None,
+        "the request's grammar failed: ValueError: the grammar is lost",
+    )
     assert fine.token == int(row().argmax())
 
 

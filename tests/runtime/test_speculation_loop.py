@@ -284,6 +284,51 @@ def test_a_constraint_follows_what_is_accepted_and_nothing_else(kind: str) -> No
         assert tokens([outputs])[0] == true
 
 
+class Panic(BaseException):
+    """As a panic in Rust comes to Python: no Exception."""
+
+
+@pytest.mark.parametrize("call", ["finished", "fill_mask", "accept", "rollback"])
+@pytest.mark.parametrize("kind", ["none", "rubbish", "half right", "trees", "drawn block"])
+@pytest.mark.parametrize("after", [0, 5])
+def test_a_grammar_that_fails_in_any_call_ends_its_own_request_and_no_other(
+    call: str, kind: str, after: int
+) -> None:
+    num_calls = 0
+
+    def fail(self: EvenThenEnd, *arguments: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > after:
+            raise Panic("the grammar is lost")
+        method = getattr(EvenThenEnd, call)
+        return method.fget(self) if isinstance(method, property) else method(self, *arguments)
+
+    failing = type("Failing", (EvenThenEnd,), {call: property(fail) if call == "finished" else fail})
+    engine = TreeEngine()
+    params = replace(GREEDY, temperature=1.0 if kind == "drawn block" else 0.0)
+    q = np.full(320, 1 / 320)
+    using = None
+    if kind != "none":
+        guess = drawing(lambda _: q) if kind == "drawn block" else guess_for(kind, engine)
+        using = speculator(ScriptedDrafter(guess), block=kind == "drawn block")
+    outputs: dict[int, list[Output]] = defaultdict(list)
+    loop = EngineLoop(engine, SchedulerConfig(8, 64), lambda _: None, speculator=using)
+    (bad,) = loop.submit([[5, 6]], params, RequestOptions(constraint=failing))
+    (good,) = loop.submit([[7, 8]], GREEDY)
+    while loop.receive(wait=False):
+        for output in loop.step():
+            outputs[output.request_id].append(output)
+    assert [output.token for output in outputs[good]] == greedy(engine, [7, 8], 12)
+    assert loop.stats().num_free_blocks == engine.num_blocks
+    error = outputs[bad][-1].error
+    if num_calls > after:  # some of these never take a draft back, or ask less often
+        assert "the request's grammar failed: Panic: the grammar is lost" in str(error)
+    else:
+        assert call in ("rollback", "accept", "finished")
+        assert error is None
+
+
 class SmallEngine(TreeEngine):
     """Five tokens, and logits that go by the last one."""
 
