@@ -124,7 +124,12 @@ def _verify(engine: Path, checkpoint: Path) -> None:
 
 def _with_onnx(options: "TensorRtOptions | None") -> "TensorRtOptions":
     from qtool.core.recipe import TensorRtOptions, override
+    from qtool.errors import UsageError
 
+    if options is not None and options.attention == "plugin":
+        raise UsageError(
+            "--verify runs the graph on this CPU, which attention: plugin is not for; leave one out"
+        )
     return override(options or TensorRtOptions(), keep_onnx=True)
 
 

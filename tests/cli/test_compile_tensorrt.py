@@ -66,3 +66,17 @@ def test_what_cannot_be_is_refused_before_any_work(
     assert (ended.code, ended.out) == (2, "")
     assert said in ended.err
     assert not list(tmp_path.glob("*engine*"))
+
+
+def test_a_plugin_and_a_run_of_its_graph_on_the_cpu_exclude_each_other(
+    qtool: Qtool, checkpoint: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "quantization: {rules: [{targets: ['*.mlp.*']}]}\n"
+        "compile: [{target: tensorrt, tensorrt: {attention: plugin}}]\n"
+    )
+    chosen = ("--target", "tensorrt", "--recipe", recipe, "--verify")
+    ended = qtool("compile", checkpoint, *chosen, "-o", tmp_path / "engine")
+    assert (ended.code, ended.out) == (2, "")
+    assert "--verify runs the graph on this CPU" in ended.err
