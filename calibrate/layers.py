@@ -44,12 +44,16 @@ class LayerRunner:
     """A decoder without weights, whose layers get theirs one at a time, in float32.
 
     Hidden states are [S, L, hidden]: S windows of L tokens, run one window at a time, so that memory holds
-    them, one layer, and one window's activations. Raises UsageError for a config that describes no decoder,
-    QtoolError for a checkpoint whose tensors are not those that its config describes.
+    them, one layer, and one window's activations. With `fast`, products are in bfloat16 where the processor
+    multiplies that faster: half the time for 0.4 % of a layer's output, less than 8-bit weights cost.
+
+    Raises UsageError for a config that describes no decoder, QtoolError for a checkpoint whose tensors are
+    not those that its config describes.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, fast: bool = False) -> None:
         self.checkpoint = checkpoint
+        self._fast = fast and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         self.model = skeleton(checkpoint)
         if checkpoint.format is None:
             check_stored(checkpoint, self.model)
@@ -110,13 +114,16 @@ class LayerRunner:
             layer.to("meta")
 
     @torch.no_grad()
-    def run(self, index: int, hidden: Tensor, cache: KvRanges | KvRounding | None = None) -> Iterator[Tensor]:
+    def run(
+        self, index: int, hidden: Tensor, cache: KvRanges | KvRounding | None = None, *, exact: bool = False
+    ) -> Iterator[Tensor]:
         """Run the loaded layer `index` on hidden states [S, L, hidden]: its output [1, L, hidden] for each
-        window in turn. Keys and values pass through `cache`."""
+        window in turn. Keys and values pass through `cache`; `exact` overrules `fast`."""
         layer, call = self.model.model.layers[index], self._calls[index]
         kwargs = call.kwargs if cache is None else call.kwargs | {self._cache_argument(call): cache}
         for window in hidden:
-            output = layer(window[None], *call.args, **kwargs)
+            with torch.autocast("cpu", torch.bfloat16, enabled=self._fast and not exact):
+                output = layer(window[None], *call.args, **kwargs)
             yield output[0] if isinstance(output, tuple) else output
 
     def _cache_argument(self, call: _Call) -> str:
@@ -134,8 +141,8 @@ class LayerRunner:
             hidden[row] = output[0]
 
     def update(self, index: int, window: Tensor) -> Tensor:
-        """What the loaded layer `index` adds to the hidden states [L, hidden] of one window."""
-        output = next(self.run(index, window[None]))
+        """What the loaded layer `index` adds to the hidden states [L, hidden] of one window, in float32."""
+        output = next(self.run(index, window[None], exact=True))
         return output[0] - window
 
     def _load(self, part: nn.Module, prefix: str, weights: Weights) -> None:

@@ -44,6 +44,10 @@ class InputStatistics:
         return float(((weight @ self.second_moment) * weight).sum(dtype=torch.float64))
 
 
+_BLOCK = 256
+"""Rows of a second moment that are summed up at once."""
+
+
 class _Sums:
     def __init__(self, in_features: int) -> None:
         self.second_moment = torch.zeros(in_features, in_features)
@@ -53,15 +57,20 @@ class _Sums:
         self.tokens = 0
 
     def add(self, x: Tensor) -> None:
-        self.second_moment.addmm_(x.T, x)
+        x = x.float()
+        for start in range(0, x.shape[1], _BLOCK):  # the moment is symmetric: half of it is enough
+            self.second_moment[start : start + _BLOCK, start:].addmm_(
+                x[:, start : start + _BLOCK].T, x[:, start:]
+            )
         self.sum_abs += x.abs().sum(0)
         self.low, self.high = torch.minimum(self.low, x.amin(0)), torch.maximum(self.high, x.amax(0))
         self.tokens += len(x)
 
     def finish(self) -> InputStatistics:
         tokens = self.tokens
+        upper = self.second_moment.triu()
         return InputStatistics(
-            self.second_moment / tokens, self.sum_abs / tokens, self.low, self.high, tokens
+            (upper + upper.triu(1).T) / tokens, self.sum_abs / tokens, self.low, self.high, tokens
         )
 
 

@@ -44,7 +44,7 @@ def measure_error(
     try:
         with collector.watching({module: linear}):
             for wanted, output in zip(reference, runner.run(index, hidden), strict=True):
-                cross.addmm_((wanted - output[0]).T, inputs.pop().flatten(0, -2))
+                cross.addmm_((wanted - output[0]).T, inputs.pop().flatten(0, -2).float())
     finally:
         hook.remove()
     statistics = collector.statistics()[module]

@@ -49,7 +49,7 @@ def quantize_checkpoint(
     source = Checkpoint(checkpoint)
     if source.format is not None:
         raise UsageError(f"{checkpoint}: is quantized already; name the checkpoint that it was made from")
-    runner = LayerRunner(source)
+    runner = LayerRunner(source, fast=True)
     plan = _plan(recipe, runner)
     windows, text_digest = _windows(source, recipe)
     check_vocabulary(windows, runner.vocab_size, checkpoint)

@@ -36,24 +36,21 @@ def search_scale(
 ) -> ChannelScale:
     """The scale for all linears that share an input: weights [N_i, K], each with its scheme.
 
-    Tries, for alpha on a grid over [0, 1), AWQ's ``mean|x|^alpha`` and ``mean|x|^alpha / max|w|^(1 - alpha)``,
-    and the latter with root mean squares in place of both, which loses less: noise adds up in squares, and a
-    group's range follows its whole columns more than their largest weight. Keeps the least summed output
-    error over evenly spaced rows: every fourth alpha first, then those around the best. alpha 0 of the first
-    is no scaling, so the result does not lose against rounding to nearest on the calibration inputs.
+    Tries, for alpha on a grid over [0, 1), AWQ's ``mean|x|^alpha``, and ``x^alpha / w^(1 - alpha)`` with x
+    and w the root mean squares of a channel's inputs and weights. The second loses less: noise adds up in
+    squares, and a group's range follows all the rows of a channel more than its largest weight. Keeps the
+    least summed output error over evenly spaced rows: every fourth alpha first, then those around the best.
+    alpha 0 of the first is no scaling, so nothing is lost against rounding to nearest on the calibration
+    inputs.
     """
-    together = torch.cat(list(weights))
     mean, rms = floored(statistics.mean_abs), floored(statistics.second_moment.diagonal().sqrt())
-    families = (
-        (mean, torch.ones_like(mean)),
-        (mean, floored(together.abs().amax(0))),
-        (rms, floored(together.square().mean(0).sqrt())),
-    )
+    rows = torch.cat(list(weights))
+    families = (mean, torch.ones_like(mean)), (rms, floored(rows.square().mean(0).sqrt()))
 
     def candidate(step: int, family: int) -> ChannelScale:
         alpha = step / grid
-        inputs, outputs = families[family]
-        scale = inputs**alpha / outputs ** (1 - alpha)
+        inputs, columns = families[family]
+        scale = inputs**alpha / columns ** (1 - alpha)
         return ChannelScale(scale / (scale.max() * scale.min()).sqrt(), alpha)
 
     def error(found: ChannelScale) -> float:

@@ -10,7 +10,7 @@ from qtool.quantize.pipeline import quantize_checkpoint
 from qtool.recipes import find_recipe, shipped
 
 LEAST_DB = {4: 12.0, 8: 30.0}
-"""Below what rounding random weights costs by theory (4 bits, groups of 32: 19 dB; fp8's three digits: 31 dB)."""
+"""A little below what rounding random weights costs (4 bits in groups of 32: 19 dB; fp8: 31 dB)."""
 
 
 def on_a_small_text(name: str) -> Recipe:
