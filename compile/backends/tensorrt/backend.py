@@ -123,7 +123,9 @@ def write_engine(
         plan_bytes=spec.plan.stat().st_size,
         weight_bytes=inspection.weight_bytes,
         predicted_weight_bytes=predicted,
-        predicted_plan_bytes=predict_plan_bytes(predicted, config.num_layers, len(profiles)),
+        predicted_plan_bytes=predict_plan_bytes(
+            predicted, config.num_layers, len(profiles), facts.products_of_codes
+        ),
         profiles=_profile_infos(profiles, inspection),
         pool=_pool_layout(config, profiles[0]),
         max_context=min(options.max_context or config.max_context, config.max_context),

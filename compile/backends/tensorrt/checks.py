@@ -37,6 +37,8 @@ class GraphFacts:
     """Dimensions of each input, a name where a call chooses."""
     multiplied_codes: dict[str, int] = field(default_factory=dict)
     """Weights that are to be multiplied by codes of their own type, by that type."""
+    products_of_codes: int = 0
+    """How many products these are in."""
 
 
 def read_graph(model: Path, *, plugins: bool = False) -> GraphFacts:
@@ -49,7 +51,7 @@ def read_graph(model: Path, *, plugins: bool = False) -> GraphFacts:
     tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
     makers = {output: node for node in proto.graph.node for output in node.output}
     sizes: Counter[int] = Counter()
-    multiplied: Counter[str] = Counter()
+    multiplied: list[tuple[str, int]] = []
     for node in proto.graph.node:
         if node.domain not in ("", "ai.onnx", DOMAIN) and not plugins:
             raise QtoolError(
@@ -64,12 +66,13 @@ def read_graph(model: Path, *, plugins: bool = False) -> GraphFacts:
         if node.op_type in ("MatMul", "Gemm"):
             codes = _codes_under_codes(model, node, makers, tensors)
             if codes is not None:
-                multiplied[_MULTIPLIED[codes.data_type]] += math.prod(codes.dims)
+                multiplied.append((_MULTIPLIED[codes.data_type], math.prod(codes.dims)))
     return GraphFacts(
         weight_bytes=sum(_bytes(tensor) for tensor in proto.graph.initializer),
         int4_codes=sizes.total(),
         int4_blocks=frozenset(sizes),
-        multiplied_codes=dict(multiplied),
+        multiplied_codes={dtype: sum(n for d, n in multiplied if d == dtype) for dtype, _ in multiplied},
+        products_of_codes=len(multiplied),
         inputs={
             value.name: tuple(
                 dimension.dim_param or dimension.dim_value for dimension in value.type.tensor_type.shape.dim
