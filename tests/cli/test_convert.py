@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.formats import WRITERS
@@ -189,20 +188,3 @@ def test_a_dense_checkpoint_has_nothing_to_convert(tiny: Path, tmp_path: Path, q
 def test_the_help_lists_every_format(qtool: Qtool) -> None:
     said = " ".join(qtool("convert", "--help").out.replace("│", " ").split())
     assert f"One of: {', '.join(WRITERS)}." in said
-
-
-@pytest.mark.parametrize(
-    "scheme",
-    [LinearScheme(IntScheme(4, 32, True)), LinearScheme(Fp8Scheme(1, None), FP8_DYNAMIC)],
-    ids=str,
-)
-def test_transformers_loads_what_was_converted(scheme: LinearScheme, tiny: Path, tmp_path: Path) -> None:
-    name = "gptq" if scheme.activation is None else "modelopt"
-    write_scheme(tiny, tmp_path / "a", scheme, name)
-    convert_checkpoint(tmp_path / "a", tmp_path / "b", "compressed-tensors")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
-    with torch.no_grad():
-        model(torch.arange(7)[None])  # compressed-tensors unpacks in the first forward pass
-    module = "model.layers.1.mlp.up_proj"
-    wanted = Checkpoint(tmp_path / "a").linear(module).dense()
-    assert torch.equal(model.get_submodule(module).weight.float(), wanted)

@@ -12,6 +12,7 @@ from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.formats import WRITERS, find_writer
@@ -36,6 +37,9 @@ from tests.core.quantized import (
     write_scheme,
 )
 from tests.core.test_formats import damage
+
+SQUARE_BLOCKS = LinearScheme(Fp8Scheme(32, 32), FP8_BLOCK.activation)
+"""Blocks that divide every linear, as transformers wants where it unpacks them."""
 
 FORMATS = {
     "compressed-tensors": SCHEMES,
@@ -116,6 +120,24 @@ def _state(numbers: Tensor, linear: Linear, stored: dict[str, Tensor]) -> dict[s
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("format_name", "scheme"),
+    [*(("compressed-tensors", scheme) for scheme in SCHEMES), ("fp8", SQUARE_BLOCKS)],
+    ids=str,
+)
+def test_transformers_loads_the_same_numbers(
+    format_name: str, scheme: LinearScheme, tiny: Path, tmp_path: Path
+) -> None:
+    written = write_scheme(tiny, tmp_path / "model", scheme, format_name)
+    # compressed-tensors unpacks fp4 into bfloat16, while its inputs are those of the model
+    dtype = torch.bfloat16 if scheme.activation == NVFP4_ACTIVATIONS else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype)
+    with torch.no_grad():
+        model(torch.arange(7)[None])  # some are unpacked in the first forward pass
+    for module, linear in written.items():
+        assert torch.equal(model.get_submodule(module).weight, linear.dense(dtype)), module
 
 
 def test_schemes_of_several_kinds_lie_in_one_checkpoint(tiny: Path, tmp_path: Path) -> None:

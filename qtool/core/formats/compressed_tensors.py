@@ -23,7 +23,7 @@ from qtool.core.formats.kv_cache import KvLayout
 from qtool.core.formats.layouts import layout_of, load, shape_of, store
 from qtool.core.formats.parts import Parts
 from qtool.core.qtensor import KvScales, Linear, Quantized
-from qtool.core.schemes import IntScheme, KvCacheScheme, LinearScheme
+from qtool.core.schemes import Fp4Scheme, IntScheme, KvCacheScheme, LinearScheme
 from qtool.errors import QtoolError, UsageError
 
 if TYPE_CHECKING:
@@ -142,10 +142,18 @@ def config(
     first forward pass; other engines pass over it.
     """
     written = write_groups(schemes, dense, kv_cache)
-    weights = {scheme.weight for scheme in schemes.values()}
-    # compressed-tensors 0.20 makes transformers no room for packed zero points, unless it unpacks them
-    asymmetric = [isinstance(one, IntScheme) and not one.symmetric for one in weights] == [True]
-    return written | ({"dequantize": True} if asymmetric else {})
+    unpacks = len(set(schemes.values())) == 1 and _only_unpacked(next(iter(schemes.values())))
+    return written | ({"dequantize": True} if unpacks else {})
+
+
+def _only_unpacked(scheme: LinearScheme) -> bool:
+    """Whether transformers loads linears of `scheme` only where it unpacks them, into numbers of any dtype.
+
+    compressed-tensors 0.20 makes it no room for packed zero points, and unpacks fp4 into bfloat16 later.
+    """
+    weight = scheme.weight
+    packed = not weight.symmetric if isinstance(weight, IntScheme) else isinstance(weight, Fp4Scheme)
+    return packed and scheme.activation is None
 
 
 def transformers_loads(schemes: Collection[IntScheme]) -> bool:
