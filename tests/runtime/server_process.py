@@ -9,12 +9,19 @@ from qtool.errors import QtoolError
 from qtool.runtime.client import Client
 from qtool.runtime.scheduler import SchedulerConfig
 from qtool.runtime.server.process import Address, serve
-from qtool.runtime.server.settings import ServerSettings
+from qtool.runtime.server.settings import LogFormat, ServerSettings
 from qtool.runtime.tokenizer import Tokenizer
 from tests.runtime.fake import FakeEngine
 
 
-def main(folder: str, port: str, seconds_a_step: str, drain_timeout: str, seconds_to_load: str) -> int:
+def main(
+    folder: str,
+    port: str,
+    seconds_a_step: str,
+    drain_timeout: str,
+    seconds_to_load: str,
+    log_format: LogFormat = "text",
+) -> int:
     """Print "loading" when the engine is asked for and the URL when it is served."""
 
     def load() -> Client:
@@ -30,11 +37,11 @@ def main(folder: str, port: str, seconds_a_step: str, drain_timeout: str, second
             "model",
             load,
             lambda url: print(url, flush=True),
-            ServerSettings(drain_timeout_s=float(drain_timeout)),
+            ServerSettings(drain_timeout_s=float(drain_timeout), log_format=log_format),
         )
     except QtoolError as error:
         return report(error)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(*sys.argv[1:]))
+    raise SystemExit(main(*sys.argv[1:]))  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ def process(
     port: int = 0,
     drain_timeout: float = 60,
     seconds_to_load: float = 0,
+    log_format: str = "text",
 ) -> Iterator[subprocess.Popen[str]]:
     command = [
         sys.executable,
@@ -34,6 +35,7 @@ def process(
         str(seconds_a_step),
         str(drain_timeout),
         str(seconds_to_load),
+        log_format,
     ]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
