@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qtool.calibrate.statistics import InputStatistics
 from qtool.core.qtensor import QuantizedTensor
-from qtool.core.recipe import Gptq
+from qtool.core.recipe import GptqOptions
 from qtool.core.schemes import IntScheme
 from qtool.errors import QtoolError
 from qtool.quantize.methods.clip import search_range
@@ -22,7 +22,7 @@ _MOST_SHRUNK = 0.5
 
 
 def gptq(
-    weight: Tensor, statistics: InputStatistics, scheme: IntScheme, options: Gptq, dtype: torch.dtype
+    weight: Tensor, statistics: InputStatistics, scheme: IntScheme, options: GptqOptions, dtype: torch.dtype
 ) -> QuantizedTensor:
     """Quantize a weight [N, K] for the least output error on the second moment of its inputs.
 

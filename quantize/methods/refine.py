@@ -36,8 +36,8 @@ def refit_scales(weight: Tensor, quantized: QuantizedTensor, hessian: Tensor) ->
     if quantized.zero_point is not None:
         centred = (grouped(centred, quantized.scheme) - quantized.zero_point[..., None].float()).flatten(1)
     old = quantized.scale.float()
-    parts = zip(weight.split(_ROWS), centred.split(_ROWS), old.split(_ROWS), strict=True)
-    new = torch.cat([_least_squares(*part, hessian) for part in parts])
+    chunks = [slice(start, start + _ROWS) for start in range(0, len(weight), _ROWS)]
+    new = torch.cat([_least_squares(weight[rows], centred[rows], old[rows], hessian) for rows in chunks])
     new = torch.where((new > old / 2) & (new < 2 * old), new, old)
     return QuantizedTensor(
         quantized.codes, new.to(quantized.scale.dtype), quantized.zero_point, quantized.scheme

@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from qtool.calibrate.text import load_records
+from qtool.calibrate.windows import calibration_windows, load_tokenizer
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.manifest import MANIFEST, Manifest
-from qtool.core.recipe import Calibration, Recipe
+from qtool.core.recipe import Calibration, Recipe, override
 from qtool.errors import QtoolError, UsageError
 from qtool.quantize.pipeline import quantize_checkpoint
 
@@ -38,7 +40,8 @@ def recipe_of(
     **weights: object,
 ) -> Recipe:
     """Groups of 32, which divide both 96 and 160; five windows of 24 tokens."""
-    weights = {"group_size": 32, "symmetric": False} | weights
+    if "format" not in weights:
+        weights = {"group_size": 32, "symmetric": False} | weights
     rule = {"targets": [targets], "weights": weights, "method": {"name": method}}
     calibration = {"dataset": str(text), "num_samples": 5, "seq_len": 24}
     return Recipe.model_validate(
@@ -64,6 +67,10 @@ def dense_twin(checkpoint: Path, quantized: Path) -> torch.nn.Module:
             stored = source.tensor(name) if name in source else source.linear(module).dense()
             parameter.copy_(stored)
     return model
+
+
+def windows_of(checkpoint: Path, text: Path, calibration: Calibration) -> Tensor:
+    return calibration_windows(load_tokenizer(checkpoint), load_records(str(text)), calibration)
 
 
 def tokens() -> Tensor:
@@ -220,8 +227,44 @@ def test_a_killed_run_resumes_and_ends_with_the_same_bytes(tiny: Path, text: Pat
     assert contents(killed) == contents(tmp_path / "straight")
 
 
+@torch.no_grad()
+def test_a_corrected_layer_comes_closer_to_the_full_precision_model(
+    tiny: Path, text: Path, tmp_path: Path
+) -> None:
+    # More tokens than down_proj has inputs, or there is nothing to learn from.
+    calibration = Calibration(dataset=str(text), num_samples=16, seq_len=64)
+    windows = windows_of(tiny, text, calibration)
+    expected = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)(windows).logits
+    lost = {}
+    for correct in (False, True):
+        recipe = recipe_of(text, "gptq", num_bits=3)
+        (rule,) = recipe.quantization.rules
+        rule = override(rule, method={"name": "gptq", "correct": correct})
+        recipe = override(recipe, calibration=calibration, quantization={"rules": [rule]})
+        output = tmp_path / str(correct)
+        quantize_checkpoint(tiny, recipe, output)
+        lost[correct] = float((dense_twin(tiny, output)(windows).logits - expected).norm())
+    assert lost[True] < 0.9 * lost[False]
+
+
 def stop(done: int, total: int, sqnr_db: float | None) -> None:
     raise KeyboardInterrupt
+
+
+def test_a_killed_run_that_corrects_resumes_to_the_same_bytes(tiny: Path, text: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(text)
+    rule = override(recipe.quantization.rules[0], method={"name": "awq+gptq", "correct": True})
+    recipe = override(recipe, quantization={"rules": [rule]})
+
+    def stop_later(done: int, total: int, sqnr_db: float | None) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(tiny, recipe, tmp_path / "stopped", progress=stop_later)
+    quantize_checkpoint(tiny, recipe, tmp_path / "stopped")
+    quantize_checkpoint(tiny, recipe, tmp_path / "straight")
+    assert contents(tmp_path / "stopped") == contents(tmp_path / "straight")
 
 
 def test_a_folder_begun_with_another_recipe_is_refused(tiny: Path, text: Path, tmp_path: Path) -> None:
@@ -282,6 +325,10 @@ def test_an_unwritable_place_is_an_error_before_any_work(tiny: Path, text: Path)
         ),
         ({"targets": "*.moe.*"}, r"target '\*\.moe\.\*' matches no linear of the model"),
         ({"targets": "*", "keep": []}, r"lm_head lies outside model\.layers"),
+        (
+            {"method": "gptq", "format": "nvfp4"},
+            r"method gptq chooses integers, and .*gate_proj is to be nvfp4, group 16; use awq, rtn or best",
+        ),
     ],
 )
 def test_a_recipe_that_does_not_fit_the_model_is_refused(
