@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from qtool.runtime.detokenize import TextStream
-from qtool.runtime.engines.contract import Engine
+from qtool.runtime.engines.contract import Engine, Floats
 from qtool.runtime.failures import GenerationError
 from qtool.runtime.logprobs import TokenLogprobs
 from qtool.runtime.loop import EngineLoop, Output
@@ -100,6 +100,30 @@ class Client:
             for request_id in unfinished:
                 del self._queues[request_id]
                 self.loop.cancel(request_id)
+
+    async def embed(self, prompts: Sequence[Sequence[int]], options: RequestOptions) -> list[Floats]:
+        """The embedding [hidden] of every prompt, pooled as `options` says, each of length 1.
+
+        Raises UsageError when the engine gives no hidden states, ParameterError when a prompt can never fit,
+        NotAdmittingError or GenerationError when the server can't answer. Cancelling it gives up what is
+        unfinished.
+        """
+        queue: asyncio.Queue[Output] = asyncio.Queue()
+        request_ids = self.loop.submit(prompts, SamplingParams(max_tokens=1), options)
+        self._queues.update(dict.fromkeys(request_ids, queue))
+        found: dict[int, Floats] = {}
+        try:
+            while len(found) < len(request_ids):
+                output = await queue.get()
+                if output.embedding is None:
+                    raise output.error or GenerationError("the request failed")
+                found[output.request_id] = output.embedding
+        finally:
+            for request_id in request_ids:
+                del self._queues[request_id]
+                if request_id not in found:
+                    self.loop.cancel(request_id)
+        return [found[request_id] for request_id in request_ids]
 
     def _leave(self, unfinished: dict[int, int], output: Output) -> None:
         del unfinished[output.request_id]

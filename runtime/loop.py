@@ -17,6 +17,7 @@ from qtool.runtime.events import Event, Observer, SequenceDone, SpeculationDone,
 from qtool.runtime.failures import GenerationError, NotAdmittingError, OverloadedError
 from qtool.runtime.logprobs import TokenLogprobs
 from qtool.runtime.next_token import Extension, NextToken, extend, report_prompts
+from qtool.runtime.pooling import Pooler, is_pooled, refuse_without
 from qtool.runtime.request import (
     FinishReason,
     RequestOptions,
@@ -56,6 +57,8 @@ class Output:
     """Tokens of the answer so far that were drafts."""
     num_rejected_drafts: int = 0
     """Drafts so far that were verified and are not in the answer."""
+    embedding: Floats | None = None
+    """[hidden], of length 1: what a request with `pooling` gets, once, instead of tokens."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class EngineLoop:
     ) -> None:
         self._engine = engine
         self._speculator = speculator
+        self._pooler = Pooler(engine.hidden_states)
         self._deliver = deliver
         self._clock = clock
         blocks = BlockManager(engine.num_blocks, engine.block_size)
@@ -133,8 +137,11 @@ class EngineLoop:
         """Queue every prompt, all or none, and return an id for each choice, prompt by prompt.
 
         By its id a choice's outputs are known, and it can be cancelled. Raises ParameterError when a prompt
-        could never be served, NotAdmittingError when none is taken any more.
+        could never be served, UsageError for an embedding that the engine can't give, NotAdmittingError when
+        none is taken any more.
         """
+        if options.pooling is not None:
+            refuse_without(self._engine.hidden_states)
         params.refuse_tokens_outside(self._engine.vocab_size)
         for prompt in prompts:
             refuse_ids_outside("prompt", prompt, self._engine.vocab_size)
@@ -238,7 +245,7 @@ class EngineLoop:
         for source, target in plan.copies:
             self._engine.copy_block(source, target)
         before = self._clock()
-        logits, hidden = self._run(build_step(plan.chunks))
+        logits, hidden = self._run(plan.chunks)
         after = self._clock()
         committed, speculation = self._commit(plan.chunks, logits, hidden, drafting)
         outputs += committed
@@ -256,9 +263,11 @@ class EngineLoop:
         if self._speculator is not None and self._speculator.times is not None:
             yield self._speculator.times
 
-    def _run(self, step: Step) -> tuple[Floats, Floats | None]:
-        """Logits, and the hidden states of all rows if a drafter wants them."""
-        if self._speculator is None or not self._speculator.wants_hidden:
+    def _run(self, chunks: Sequence[Chunk]) -> tuple[Floats, Floats | None]:
+        """Logits, and the hidden states of all rows if a drafter or a sequence wants them."""
+        step = build_step(chunks)
+        drafts = self._speculator is not None and self._speculator.wants_hidden
+        if not drafts and not is_pooled(chunks):
             return self._engine.run(step), None
         rows = np.arange(len(step.token_ids), dtype=np.int32)
         result = self._engine.run_with_hidden(replace(step, hidden_rows=rows))
@@ -285,20 +294,34 @@ class EngineLoop:
         ends = [chunk.reaches_end for chunk in chunks]
         report_prompts(logits, chunks)
         extensions = [
-            self._extend(chunk, own) if end else None
+            self._extend(chunk, own) if end and chunk.sequence.options.pooling is None else None
             for chunk, own, end in zip(chunks, rows, ends, strict=True)
         ]
         accepted = [[] if extension is None else extension.accepted for extension in extensions]
         self._gather_paths(chunks, accepted)
+        outputs = [] if hidden is None else self._pool(chunks, hidden)
         self.scheduler.commit(chunks, list(map(len, accepted)))
         speculation = None
         if self._speculator is not None:
             speculation = self._speculator.learn(chunks, extensions, hidden, drafting)
-        outputs = []
+        for output in outputs:
+            self._forget(self._sequences[output.request_id])
         for chunk, extension in zip(chunks, extensions, strict=True):
             if extension is not None:
                 outputs += self._report(chunk.sequence, extension)
         return outputs, speculation
+
+    def _pool(self, chunks: Sequence[Chunk], hidden: Floats) -> list[Output]:
+        """The embeddings that a step completed; `hidden` [T, width] is of all its rows."""
+        rows = np.split(hidden, np.cumsum([chunk.num_rows for chunk in chunks])[:-1])
+        outputs = []
+        for chunk, own in zip(chunks, rows, strict=True):
+            if chunk.sequence.options.pooling is None:
+                continue
+            embedding = self._pooler.add(chunk, own)
+            if embedding is not None:
+                outputs.append(Output(chunk.sequence.id, None, embedding=embedding))
+        return outputs
 
     def _extend(self, chunk: Chunk, logits: Floats) -> Extension:
         speculator = self._speculator
@@ -384,6 +407,7 @@ class EngineLoop:
 
     def _forget(self, sequence: SequenceState) -> None:
         self.scheduler.remove(sequence)
+        self._pooler.forget(sequence)
         if self._speculator is not None:
             self._speculator.forget(sequence)
         del self._sequences[sequence.id]

@@ -12,6 +12,8 @@ from qtool.runtime.constraint import ConstraintFactory, GuardedConstraint
 from qtool.runtime.logprobs import TokenLogprobs
 
 FinishReason = Literal["stop", "length"]
+Pooling = Literal["mean", "last"]
+"""How the hidden states of a prompt's tokens become one vector."""
 
 _MAX_STOPS = 4
 _MAX_CHOICES = 128
@@ -163,6 +165,8 @@ class RequestOptions:
     """Requests share computed prefixes only with those of the same salt."""
     priority: int = 0
     """Lower runs first, and gives up its place last; those of one priority go by arrival."""
+    pooling: Pooling | None = None
+    """Asks for the prompt's embedding instead of tokens."""
     timeout_s: float | None = None
     """Seconds after which the request is given up if it is not complete."""
 

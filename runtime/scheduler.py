@@ -79,6 +79,8 @@ class Chunk:
     def num_logits(self) -> int:
         """Rows, the last of the chunk, whose logits are wanted: one at the end and one for each draft, or all
         for prompt logprobs."""
+        if self.sequence.options.pooling is not None:
+            return 0
         if self.sequence.wants_prompt_logits:
             return self.num_new
         return int(self.reaches_end) + len(self.draft)
@@ -386,7 +388,7 @@ class Scheduler:
         sibling = sequence.sibling
         if sibling in self.running:
             return _Prefix(sibling.block_table, min(sibling.num_prompt, limit))
-        if sequence.wants_prompt_logits:
+        if sequence.wants_prompt_logits or sequence.options.pooling == "mean":
             return _Prefix([], 0)
         found: list[int] = []
         if self.config.prefix_caching:

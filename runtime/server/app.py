@@ -9,6 +9,7 @@ from starlette.types import ASGIApp
 
 import qtool
 from qtool.runtime.client import Client
+from qtool.runtime.server.embedding_routes import embedding_routes
 from qtool.runtime.server.errors import add_error_handlers
 from qtool.runtime.server.generation_routes import generation_routes
 from qtool.runtime.server.middleware import (
@@ -66,7 +67,7 @@ def _routes(service: Service) -> FastAPI:
         service.refuse_other(name)
         return description
 
-    for routes in (generation_routes, tokenization_routes, operations_routes):
+    for routes in (generation_routes, embedding_routes, tokenization_routes, operations_routes):
         app.include_router(routes(service))
     describe(app, service.model)
     return app

@@ -1,7 +1,6 @@
 """From a generation to an HTTP response: whole or streamed, and cancelled when the client goes away."""
 
-import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
@@ -13,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from qtool.errors import QtoolError
 from qtool.runtime.client import Piece
 from qtool.runtime.request import ParameterError, RequestOptions, SamplingParams
+from qtool.runtime.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError, unless_gone
 from qtool.runtime.server.measuring import AnswersMeter
 from qtool.runtime.server.middleware import RequestRecord
 from qtool.runtime.server.responses import Json
@@ -20,12 +20,7 @@ from qtool.runtime.server.service import Service
 
 T = TypeVar("T")
 
-_CLIENT_CLOSED_REQUEST = 499
 _TIMEOUT_HEADER = "x-request-timeout"
-
-
-class _ClientGoneError(Exception):
-    """The client closed the connection: nobody reads the answer."""
 
 
 @dataclass(frozen=True)
@@ -66,22 +61,24 @@ async def respond(
 ) -> Response:
     """Answer every prompt. Errors up to the first token are raised, so that they set the status."""
     record: RequestRecord = request.state.record
-    options = replace(generation.options, timeout_s=_timeout(service, request, generation))
+    options = replace(
+        generation.options, timeout_s=request_timeout(service, request, generation.options.timeout_s)
+    )
     pieces = service.client.generate(generation.prompts, generation.params, options)
     measured = _measured(service, record, generation, pieces)
     try:
         if not stream:
-            return await _unless_gone(request, _whole(measured, writer))
-        first = await _unless_gone(request, anext(measured))
-    except _ClientGoneError:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+            return await unless_gone(request, _whole(measured, writer))
+        first = await unless_gone(request, anext(measured))
+    except ClientGoneError:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     return _EventStream(measured, _events(first, measured, writer))
 
 
-def _timeout(service: Service, request: Request, generation: Generation) -> float | None:
-    """Seconds that the request has, by its body, its header or the server."""
-    if generation.options.timeout_s is not None:
-        return generation.options.timeout_s
+def request_timeout(service: Service, request: Request, given: float | None) -> float | None:
+    """Seconds that the request has, as `given` in its body, by its header or the server."""
+    if given is not None:
+        return given
     header = request.headers.get(_TIMEOUT_HEADER)
     if header is None:
         return service.settings.request_timeout_s
@@ -140,23 +137,3 @@ class _EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._pieces):
             await super().__call__(scope, receive, send)
-
-
-async def _unless_gone(request: Request, work: Coroutine[object, object, T]) -> T:
-    """The result of `work`, which is cancelled when the client closes the connection."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_client_gone(request))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise _ClientGoneError
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _client_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
