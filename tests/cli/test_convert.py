@@ -1,6 +1,7 @@
 """Conversions keep every number, through the command."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -188,3 +189,19 @@ def test_a_dense_checkpoint_has_nothing_to_convert(tiny: Path, tmp_path: Path, q
 def test_the_help_lists_every_format(qtool: Qtool) -> None:
     said = " ".join(qtool("convert", "--help").out.replace("│", " ").split())
     assert f"One of: {', '.join(WRITERS)}." in said
+
+
+def test_zero_points_that_tools_read_differently_are_refused(
+    tiny: Path, tmp_path: Path, qtool: Qtool
+) -> None:
+    """A group of positive weights alone has the least code as zero point, which version 1 stores as -1."""
+    positive = Path(shutil.copytree(tiny, tmp_path / "positive"))
+    tensors = load_file(positive / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3] = 0.5
+    save_file(tensors, positive / "model.safetensors", metadata={"format": "pt"})
+    write_scheme(positive, tmp_path / "a", LinearScheme(IntScheme(4, 32, False)))
+    ended = qtool("convert", tmp_path / "a", tmp_path / "v1", "-f", "gptq")
+    assert ended.code == 2
+    assert "up_proj: has zero points of 0, which gptq stores as -1" in " ".join(ended.err.split())
+    assert qtool("convert", tmp_path / "a", tmp_path / "v2", "-f", "gptq_v2").code == 0
+    assert_same_numbers(tmp_path / "a", tmp_path / "v2")

@@ -42,7 +42,7 @@ class GptqWriter:
                 )
 
     def encode(self, module: str, linear: Linear) -> dict[str, Tensor]:
-        """Codes in the order of the inputs."""
+        """Codes in the order of the inputs. Raises UsageError for zero points that tools read differently."""
         assert isinstance(linear.weight, QuantizedTensor)
         weight, bits = self._scheme.regroup(linear.weight), self._scheme.num_bits
         in_features, groups = weight.shape[1], weight.scale.shape[1]
@@ -53,8 +53,12 @@ class GptqWriter:
             places = linear.order.argsort()
             codes, group_of = codes[:, places], group_of[places]
         zero_point = torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point
-        low = weight.scheme.low
-        stored = (zero_point.short() - low - ADDED[self.version]).remainder(1 << bits) + low
+        stored = zero_point.short() - ADDED[self.version]
+        if bool((stored < weight.scheme.low).any()):
+            raise UsageError(
+                f"{module}: has zero points of 0, which {self.version} stores as -1; tools borrow that from "
+                "the zero point beside it, or do not; write it as gptq_v2"
+            )
         return {
             f"{module}.qweight": pack_to_int32(codes.T.contiguous(), bits, packed_dim=0),
             f"{module}.qzeros": pack_to_int32(stored.to(torch.int8).T.contiguous(), bits),
