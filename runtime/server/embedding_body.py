@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import WithJsonSchema, field_validator
+from pydantic import Field, WithJsonSchema, field_validator
 
-from qtool.runtime.request import ParameterError, Pooling
+from qtool.runtime.request import ParameterError, Pooling, RequestOptions
 from qtool.runtime.server.completion_body import PROMPTS, Prompt, read_prompts
 from qtool.runtime.server.protocol import Body
 
@@ -20,9 +20,9 @@ class EmbeddingBody(Body):
     user: str | None = None
     pooling: Pooling = "mean"
     """How the tokens' hidden states become one vector: their mean, or the last one alone."""
-    cache_salt: str = ""
-    priority: int = 0
-    timeout: float | None = None
+    cache_salt: str = RequestOptions.cache_salt
+    priority: int = RequestOptions.priority
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     @field_validator("input", mode="before")
     @classmethod

@@ -14,6 +14,7 @@ from qtool.runtime.server.completion_body import Prompt
 from qtool.runtime.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError, unless_gone
 from qtool.runtime.server.embedding_body import EmbeddingBody
 from qtool.runtime.server.generation import request_timeout
+from qtool.runtime.server.middleware import RequestRecord
 from qtool.runtime.server.responses import Json
 from qtool.runtime.server.service import Service
 
@@ -32,12 +33,14 @@ def embedding_routes(service: Service) -> APIRouter:
             timeout_s=request_timeout(service, request, body.timeout),
             pooling=body.pooling,
         )
-        service.metrics.prompt_tokens.inc(sum(map(len, ids)))
+        record: RequestRecord = request.state.record
+        record.fields["prompt_tokens"] = count = sum(map(len, ids))
+        service.metrics.prompt_tokens.inc(count)
         try:
             vectors = await unless_gone(request, service.client.embed(ids, options))
         except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return JSONResponse(_answer(service.model, body, ids, vectors))
+        return JSONResponse(_answer(service.model, body, count, vectors))
 
     return router
 
@@ -56,8 +59,7 @@ def _token_ids(client: Client, prompts: Sequence[Prompt]) -> list[list[int]]:
     return encoded
 
 
-def _answer(model: str, body: EmbeddingBody, ids: Sequence[Sequence[int]], vectors: Sequence[Floats]) -> Json:
-    count = sum(map(len, ids))
+def _answer(model: str, body: EmbeddingBody, count: int, vectors: Sequence[Floats]) -> Json:
     return {
         "object": "list",
         "data": [
