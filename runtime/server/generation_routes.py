@@ -30,6 +30,7 @@ def generation_routes(service: Service) -> APIRouter:
     @router.post("/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         service.refuse_other(body.model)
+        service.refuse_crowd("prompt", len(body.prompt) * body.n)
         generation = await asyncio.to_thread(completion_generation, service, body)
         writer = completion_writer(service, body, generation)
         return await respond(service, request, generation, writer, stream=body.stream)
@@ -37,6 +38,7 @@ def generation_routes(service: Service) -> APIRouter:
     @router.post("/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         service.refuse_other(body.model)
+        service.refuse_crowd("n", body.n)
         generation = await asyncio.to_thread(chat_generation, service, body)
         writer = chat_writer(service, body, generation)
         return await respond(service, request, generation, writer, stream=body.stream)

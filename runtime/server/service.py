@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from qtool.runtime.client import Client
+from qtool.runtime.request import ParameterError
 from qtool.runtime.server.errors import ModelNotFoundError
 from qtool.runtime.server.metrics import Metrics
 from qtool.runtime.server.settings import ServerSettings
@@ -27,6 +28,20 @@ class Service:
         """Raise ModelNotFoundError unless `name` is the model's."""
         if name != self.model:
             raise ModelNotFoundError(f"model {name!r:.80} is not served here; this server has {self.model!r}")
+
+    def refuse_crowd(self, param: str, num_answers: int) -> None:
+        """Raise ParameterError, for the field `param`, when one request asks for so many answers at once that
+        it would leave the others no room: more than run at once and half of the queue.
+        """
+        limits = self.client.loop.scheduler.config
+        fair = limits.max_num_seqs + (limits.max_queue + 1) // 2
+        if num_answers > fair:
+            raise ParameterError(
+                param,
+                f"asks for {num_answers} answers at once, and one request may ask for {fair}: the "
+                f"{limits.max_num_seqs} that run together and half of the {limits.max_queue} that may wait; "
+                "send several requests",
+            )
 
 
 def make_service(client: Client, model: str, settings: ServerSettings) -> Service:

@@ -164,6 +164,19 @@ def test_a_full_queue_is_refused_at_once_and_shows(byte_tokenizer: Tokenizer) ->
         assert asking.result().status_code == 200
 
 
+def test_one_request_may_not_take_all_the_room(byte_tokenizer: Tokenizer) -> None:
+    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_queue=4)
+    with serving(FakeEngine(num_blocks=64), byte_tokenizer, config) as served:
+        url = f"{served.url}/v1/completions"
+        assert httpx.post(url, json={**COMPLETION, "prompt": ["a", "b"], "n": 2}).status_code == 200
+        for body in ({"prompt": ["a"] * 5}, {"prompt": ["a"], "n": 5}):
+            refused = httpx.post(url, json={**COMPLETION, **body})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "prompt"
+            assert "5 answers at once, and one request may ask for 4" in refused.json()["error"]["message"]
+        assert samples(served)["qtool_requests_refused_total"] == 0  # not for load: it can never be taken
+
+
 def test_a_server_that_drains_is_not_ready(byte_tokenizer: Tokenizer) -> None:
     with serving(FakeEngine(), byte_tokenizer) as served:
         served.client.loop.drain()
