@@ -17,7 +17,7 @@ from qtool.compile.decoder import Weights, decode, linear_shapes
 from qtool.compile.engine import EngineSpec
 from qtool.compile.hidden import HiddenStates
 from qtool.compile.kernels.launch import DTYPES, POOL_DTYPES, Batch
-from qtool.compile.kernels.spec import AttentionSpec
+from qtool.compile.kernels.spec import KEYS_PER_SPLIT, AttentionSpec
 from qtool.compile.rope import Rope
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
@@ -56,9 +56,8 @@ class FusedEngine:
         """
         kv_dtype = kv_dtype or dtype
         shape = config.num_heads, config.num_kv_heads, config.head_dim, block_size
-        AttentionSpec(
-            *shape, config.attention_scale, DTYPES[dtype], POOL_DTYPES[kv_dtype]
-        )  # is there a kernel?
+        # refused here and not at the first step
+        AttentionSpec(*shape, config.attention_scale, DTYPES[dtype], POOL_DTYPES[kv_dtype])
         self.vocab_size = config.vocab_size
         self.max_context = config.max_context
         self.block_size = block_size
@@ -185,15 +184,27 @@ def open_fused(
         kv_scales=scales,
         hidden_states=hidden_states,
     )
-    engine.run(_FIRST)
+    _warm_up(engine)
     return engine
 
 
-_ZERO = np.zeros(1, np.int32)
-_FIRST = Step(
-    _ZERO, positions=_ZERO, past_lens=_ZERO, new_lens=_ZERO + 1, block_tables=[[0]], logit_rows=_ZERO
-)
-"""Brings the weights onto the GPU and compiles kernels, before the first request has to wait for it."""
+def _warm_up(engine: FusedEngine) -> None:
+    """Bring the weights onto the GPU and compile the kernels, before the first request has to wait for it.
+
+    A token, a chunk, and a token after a past that is long enough to be cut into parts; all in block 0.
+    """
+    for past, new in ((0, 1), (0, BLOCK_SIZE), (2 * KEYS_PER_SPLIT, 1)):
+        tokens = np.zeros(new, np.int32)
+        engine.run(
+            Step(
+                token_ids=tokens,
+                positions=np.arange(past, past + new, dtype=np.int32),
+                past_lens=np.array([past], np.int32),
+                new_lens=np.array([new], np.int32),
+                block_tables=[[0] * (past // BLOCK_SIZE + 1)],
+                logit_rows=tokens[:1],
+            )
+        )
 
 
 def _find(device: str) -> torch.device:

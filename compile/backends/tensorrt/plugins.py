@@ -27,7 +27,6 @@ def plugin_operations(config: DecoderConfig) -> Callable[[Graph, torch.dtype, in
             f"attention: plugin has no kernel for compute capability {capability}, that of this GPU; it has "
             f"{', '.join(map(str, known))}; take attention: native"
         )
-    AttentionSpec(
-        config.num_heads, config.num_kv_heads, config.head_dim, BLOCK_SIZE, config.attention_scale
-    )  # is there a kernel?
+    shape = config.num_heads, config.num_kv_heads, config.head_dim, BLOCK_SIZE
+    AttentionSpec(*shape, config.attention_scale)  # refuses a shape
     return partial(PluginOnnx, compute_capability=capability)
