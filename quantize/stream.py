@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from qtool.calibrate.kv import KvRanges, KvRounding
 from qtool.calibrate.layers import LayerRunner, checkpoint_weights
+from qtool.calibrate.replay import Replay
 from qtool.calibrate.skeleton import COMPUTED, PREFIX
 from qtool.calibrate.statistics import Collector, InputStatistics
 from qtool.core.activation import Activation
@@ -32,18 +33,27 @@ def run_layers(
     reference = hidden.clone() if plan.corrects else None
     records: dict[str, LinearRecord] = {}
     for index in range(len(runner)):
+        attention = _attention(runner, index, plan)
         if not work.has(index):
-            work.save(index, _quantize_layer(runner, index, hidden, reference, plan))
+            work.save(index, _quantize_layer(runner, index, hidden, reference, plan, attention))
         elif reference is not None:
             with runner.layer(index, checkpoint_weights(runner.checkpoint)):
                 runner.advance(index, reference)
         finished = work.records(index)
         records |= finished
         if index + 1 < len(runner):
-            _advance(runner, index, hidden, plan, work)
+            with attention.playing():
+                _advance(runner, index, hidden, plan, work)
         sqnr = [record.sqnr_db for record in finished.values()]
         progress(index + 1, len(runner), sum(sqnr) / len(sqnr) if sqnr else None)
     return records
+
+
+def _attention(runner: LayerRunner, index: int, plan: Plan) -> Replay:
+    """The outputs of the layer's attention, where quantizing the layer leaves that as it is."""
+    name = attention_of(index)
+    changed = plan.kv_cache is not None or any(linear.startswith(f"{name}.") for linear in plan.assigned)
+    return Replay(None if changed else dict(runner.model.named_modules()).get(name))
 
 
 def _advance(runner: LayerRunner, index: int, hidden: Tensor, plan: Plan, work: WorkFolder) -> None:
@@ -59,17 +69,23 @@ def _advance(runner: LayerRunner, index: int, hidden: Tensor, plan: Plan, work: 
 
 
 def _quantize_layer(
-    runner: LayerRunner, index: int, hidden: Tensor, reference: Tensor | None, plan: Plan
+    runner: LayerRunner,
+    index: int,
+    hidden: Tensor,
+    reference: Tensor | None,
+    plan: Plan,
+    attention: Replay,
 ) -> QuantizedLayer:
     """Quantize layer `index`, given what comes to it; `reference` is taken through it as it was."""
     prefix = f"{PREFIX}.{index}"
     chosen = {module: one for module, one in plan.assigned.items() if module.startswith(f"{prefix}.")}
     with runner.layer(index, checkpoint_weights(runner.checkpoint)) as module:
-        statistics, kv_scales = _calibrate(runner, index, hidden, chosen, plan)
+        with attention.recording():
+            statistics, kv_scales = _calibrate(runner, index, hidden, chosen, plan)
         output_error = None
         if reference is not None:
             runner.advance(index, reference)
-            output_error = partial(measure_error, runner, index, hidden, reference)
+            output_error = partial(measure_error, runner, index, hidden, reference, attention)
         layer = LoadedLayer(
             prefix,
             module,

@@ -1,0 +1,40 @@
+import torch
+from torch import nn
+
+from qtool.calibrate.replay import Replay
+
+
+def test_what_was_recorded_is_given_again_without_computing() -> None:
+    linear = nn.Linear(5, 3)
+    windows = torch.randn(4, 2, 5)
+    replay = Replay(linear)
+    with replay.recording():
+        first = [linear(window) for window in windows]
+    with torch.no_grad():
+        linear.weight.zero_()
+    for _ in range(2):
+        with replay.playing():
+            again = [linear(window) for window in windows]
+        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    assert not torch.equal(linear(windows[0]), first[0])
+
+
+def test_nothing_recorded_is_computed() -> None:
+    linear = nn.Linear(5, 3)
+    window = torch.randn(2, 5)
+    for replay in (Replay(linear), Replay(None)):
+        with replay.playing():
+            assert torch.equal(linear(window), linear.forward(window))
+
+
+def test_a_block_that_fails_leaves_the_module_as_it_was() -> None:
+    linear = nn.Linear(5, 3)
+    replay = Replay(linear)
+    try:
+        with replay.recording():
+            linear(torch.randn(2, 5))
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    assert not linear._forward_hooks
+    assert "forward" not in vars(linear)
