@@ -125,9 +125,10 @@ def compile_engine(
 
     `kv_cache` is the precision of keys and values in the pool: f32 is exact, f16 halves the pool's
     bytes, u8 quarters them; what they cost is for ``qtool eval`` to measure. None takes the most exact that
-    the target has. `dynamic_quantization` is how many inputs of a quantized linear OpenVINO's kernels round
-    to int8 with one scale as they come, on CPUs with VNNI instructions; None rounds none. `progress` is told
-    the phase of a build that takes long, and the share of it that is done.
+    the target has, and is refused for a checkpoint that asks for a quantized one. `dynamic_quantization` is
+    how many inputs of a quantized linear OpenVINO's kernels round to int8 with one scale as they come, on
+    CPUs with VNNI instructions; None rounds none. `progress` is told the phase of a build that takes long,
+    and the share of it that is done.
 
     `hidden_states` says what the engine gives of a token beside logits, see `hidden.parse_layers`. `draft` is
     a folder of draft heads, which are compiled into ``draft``; the engine gives what they read.
@@ -136,9 +137,15 @@ def compile_engine(
     that the target does not execute and for an output that exists, QtoolError for a checkpoint that is
     damaged or has something the decoder does not know.
     """
+    chosen_cache = kv_cache
     kv_cache = check_target(target, kv_cache, tensorrt, dynamic_quantization)
     write = load(TARGETS[target].write, extra=target)
     source = Checkpoint(checkpoint)
+    if source.kv_cache is not None and chosen_cache is None:
+        raise UsageError(
+            f"{checkpoint}: asks for an {source.kv_cache}, which target {target} does not execute; say with "
+            "--kv-cache what the engine shall have instead, or serve the checkpoint itself"
+        )
     config = read_config(source.config, str(checkpoint / "config.json"))
     layers = () if hidden_states is None else parse_layers(hidden_states, config.num_layers)
     head = None if draft is None else read_head(draft, checkpoint)

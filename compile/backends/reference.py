@@ -17,6 +17,7 @@ from qtool.compile.layers import Mixture
 from qtool.compile.rope import Rope
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
+from qtool.core.kv_cache import KvCache
 from qtool.core.qtensor import Linear
 
 KV_DTYPES = {"f32": torch.float32, "f16": torch.float16}
@@ -161,14 +162,17 @@ class Dense:
 
 
 class Reference(Dense):
-    """All operations, attention sequence by sequence."""
+    """All operations, attention sequence by sequence; keys and values are rounded as `kv_cache` says."""
 
-    def __init__(self, batch: Batch, pool: Pool) -> None:
+    def __init__(self, batch: Batch, pool: Pool, kv_cache: KvCache | None = None) -> None:
         super().__init__(batch)
-        self._batch, self._pool = batch, pool
+        self._batch, self._pool, self._kv_cache = batch, pool, kv_cache
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
         batch, outputs, start = self._batch, [], 0
+        if self._kv_cache is not None:
+            heads = (len(k), attention.num_kv_heads, attention.head_dim)
+            k, v = self._kv_cache.fake_quantize(attention.layer, k.view(heads), v.view(heads))
         sequences = zip(batch.past_lens, batch.new_lens, batch.block_tables, batch.masks, strict=True)
         for past, new, table, mask in sequences:
             rows = slice(start, start + new)
@@ -180,7 +184,7 @@ class Reference(Dense):
 
     @staticmethod
     def _extend(pool: Tensor, new: Tensor, past: int, table: Tensor) -> Tensor:
-        """Write `new` [n, Hkv·D] after the `past` tokens of a sequence; all of it, [past + n, Hkv, D]."""
+        """Write `new`, n tokens, after the `past` tokens of a sequence; all of it, [past + n, Hkv, D]."""
         block_size, end = pool.shape[1], past + len(new)
         slots = torch.arange(past, end, device=pool.device)
         pool[table[slots // block_size], slots % block_size] = new.view(-1, *pool.shape[2:]).to(pool.dtype)

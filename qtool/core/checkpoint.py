@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, bfloat16, float16, float32
 
 from qtool.core.formats import QuantizationFormat, open_format
+from qtool.core.kv_cache import KvCache
 from qtool.core.qtensor import KvScales, Linear
 from qtool.core.schemes import KvCacheScheme, LinearScheme
 from qtool.errors import QtoolError, UsageError
@@ -185,6 +186,13 @@ class Checkpoint:
         if layout is None:
             raise QtoolError(f"{self.path}: config.json does not say that the KV cache is quantized")
         return layout.read(self, attention)
+
+    def quantized_kv_cache(self, num_layers: int) -> KvCache | None:
+        """The `kv_cache` with the scales of every layer."""
+        if self.kv_cache is None:
+            return None
+        scales = [self.kv_scales(f"model.layers.{layer}.self_attn") for layer in range(num_layers)]
+        return KvCache(self.kv_cache, scales)
 
     def _handle(self, name: str) -> Any:
         if name not in self._shard_of:

@@ -12,6 +12,7 @@ from qtool.compile.engine import ENGINE, read_spec
 from qtool.compile.hidden import FINAL, HiddenStates, eagle3_layers
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
+from qtool.core.kv_cache import KvCache
 from qtool.core.lazy import load
 from qtool.runtime.engines.contract import Engine, Floats, Ints, Step, StepResult, wanted_hidden_rows
 from qtool.runtime.engines.pool import num_blocks
@@ -20,7 +21,10 @@ BLOCK_SIZE = 32
 
 
 class ReferenceEngine:
-    """Runs the decoder eagerly, weights dense in `dtype`. Weights are read at the first step."""
+    """Runs the decoder eagerly, weights dense in `dtype`. Weights are read at the first step.
+
+    With `kv_cache` keys and values are rounded to it, and stored as the numbers that it would give back.
+    """
 
     def __init__(
         self,
@@ -31,6 +35,7 @@ class ReferenceEngine:
         block_size: int = BLOCK_SIZE,
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype = torch.float32,
+        kv_cache: KvCache | None = None,
         device: str = "cpu",
         hidden_states: HiddenStates | None = None,
     ) -> None:
@@ -44,6 +49,7 @@ class ReferenceEngine:
         self._device = torch.device(device)
         self._weights = ResidentWeights(weights, dtype, self._device)
         self._pool = Pool.allocate(config, num_blocks, block_size, kv_dtype, self._device)
+        self._kv_cache = kv_cache
 
     def run(self, step: Step) -> Floats:
         """Run one step; logits [R, V] of the wanted rows."""
@@ -63,7 +69,7 @@ class ReferenceEngine:
             masks=[torch.from_numpy(step.mask(i)).to(self._device) for i in range(len(step.new_lens))],
         )
         layers = () if self.hidden_states is None else self.hidden_states.layers
-        decoded = decode(self._config, self._weights, Reference(batch, self._pool), layers)
+        decoded = decode(self._config, self._weights, Reference(batch, self._pool, self._kv_cache), layers)
         hidden = torch.cat(decoded.hidden, 1) if decoded.hidden else torch.empty(0, 0)
         return StepResult(decoded.logits.float().cpu().numpy(), hidden.float().cpu().numpy())
 
@@ -111,5 +117,6 @@ def open_reference(
         CheckpointWeights(config, checkpoint),
         num_blocks=num_blocks(kv_cache_tokens, BLOCK_SIZE, per_token),
         kv_dtype=kv_dtype,
+        kv_cache=None if spec is not None else checkpoint.quantized_kv_cache(config.num_layers),
         hidden_states=hidden,
     )
