@@ -1,0 +1,150 @@
+"""Training draft heads: it learns, it resumes with the same bytes, and what it writes drafts."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from qtool.compile.heads.config import HeadKind
+from qtool.compile.heads.head import read_head
+from qtool.errors import UsageError
+from qtool.runtime.engines import open_engine
+from qtool.runtime.request import SamplingParams
+from qtool.runtime.speculation.heads import open_heads
+from qtool.runtime.speculation.training.corpus import CorpusOptions, read_seeds
+from qtool.runtime.speculation.training.features import collect, hidden_of, read_shard
+from qtool.runtime.speculation.training.run import Course, train_head
+from qtool.runtime.speculation.training.start import HeadOptions, frequent_tokens
+from qtool.runtime.speculation.training.train import TrainOptions, TrainReport, mean_length
+from qtool.runtime.tokenizer import Tokenizer
+from tests.runtime.test_draft_heads import serve
+
+TEXT = Path(__file__).read_text(encoding="utf-8")
+
+
+class KilledError(Exception):
+    """Stands for kill -9: nothing is cleaned up."""
+
+
+@pytest.fixture
+def course(tmp_path: Path) -> Callable[..., Course]:
+    def make(kind: HeadKind, epochs: float = 2) -> Course:
+        lines = [{"text": TEXT}, *({"messages": [{"role": "user", "content": f"{n} and"}]} for n in range(8))]
+        data = tmp_path / "data.jsonl"
+        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return Course(
+            HeadOptions(kind, draft_vocab_size=300, num_heads=2),
+            CorpusOptions(seq_len=48, own_share=0.5, max_sequences=100),
+            TrainOptions(epochs=epochs, depth=2, save_every=3),
+            str(data),
+        )
+
+    return make
+
+
+def run(tiny: Path, course: Course, output: Path, *, die_at: tuple[str, int] | None = None) -> TrainReport:
+    def told(part: str, done: int, total: int, word: str) -> None:
+        if (part, done) == die_at:
+            raise KilledError
+
+    return train_head(tiny, open_engine(tiny, kv_cache_tokens=4096), course, output, told)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3"])
+def test_training_makes_drafts_better_and_the_heads_serve(
+    kind: HeadKind, tiny: Path, tmp_path: Path, course: Callable[..., Course]
+) -> None:
+    chosen = course(kind, 1)
+    before = run(
+        tiny, replace(chosen, training=replace(chosen.training, epochs=0.01)), tmp_path / "untrained"
+    )
+    after = run(tiny, replace(chosen, training=replace(chosen.training, epochs=4)), tmp_path / "heads")
+    assert after.loss < before.loss
+    # what a random model says two tokens on has nothing to do with its hidden state: Medusa can't learn it
+    assert kind == "medusa" or after.acceptance_length > before.acceptance_length
+    assert not (tmp_path / "heads.partial").exists()
+    head = read_head(tmp_path / "heads")
+    assert (head.config.kind, head.config.draft_vocab_size) == (kind, 300)
+    params = SamplingParams(max_tokens=20, temperature=0)
+    engine = open_engine(tiny, kv_cache_tokens=320)
+    plain = serve(open_engine(tiny, kv_cache_tokens=320), None, params)
+    assert serve(engine, open_heads(tmp_path / "heads", engine), params) == plain
+
+
+@pytest.mark.parametrize("die_at", [("collecting", 2), ("training", 8)])
+def test_a_run_that_was_killed_goes_on_to_the_same_bytes(
+    die_at: tuple[str, int], tiny: Path, tmp_path: Path, course: Callable[..., Course]
+) -> None:
+    chosen = course("eagle")
+    run(tiny, chosen, tmp_path / "whole")
+    with pytest.raises(KilledError):
+        run(tiny, chosen, tmp_path / "killed", die_at=die_at)
+    assert not (tmp_path / "killed").exists()
+    with pytest.raises(UsageError, match="was begun with another checkpoint, text or options"):
+        run(tiny, replace(chosen, head=HeadOptions("medusa")), tmp_path / "killed")
+    run(tiny, chosen, tmp_path / "killed")
+    for name in ("head.json", "head.safetensors", "training.json"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_sequences_are_text_or_the_models_own_answers_with_its_hidden_states(
+    tiny: Path, tmp_path: Path
+) -> None:
+    tokenizer, engine = Tokenizer.load(tiny), open_engine(tiny, kv_cache_tokens=4096)
+    options = CorpusOptions(seq_len=40, own_share=0.5, max_sequences=33)
+    seeds = read_seeds(tokenizer, [TEXT, [{"role": "user", "content": "hi"}]], options)
+    assert seeds == read_seeds(tokenizer, [TEXT, [{"role": "user", "content": "hi"}]], options)
+    assert {len(seed.tokens) for seed in seeds if not seed.own} == {40}
+    assert 10 in {len(seed.tokens) for seed in seeds if seed.own}
+    shards = collect(engine, seeds, options, frozenset(), tmp_path / "features", lambda: None)
+    examples = [example for shard in shards for example in read_shard(shard)]
+    assert len(examples) == len(seeds) == 33
+    for seed, example in zip(seeds, examples, strict=True):
+        assert len(example.tokens) == 40
+        assert tuple(example.tokens[: len(seed.tokens)].tolist()) == seed.tokens
+    exact = hidden_of(engine, examples[0].tokens.tolist())
+    assert np.abs(examples[0].hidden.numpy() - exact).max() < 1e-2 * np.abs(exact).max()  # kept in float16
+    greedy = next(place for place, seed in enumerate(seeds) if seed.own and place % 2 == 0)
+    answer = serve_one(tiny, list(seeds[greedy].tokens), 40 - len(seeds[greedy].tokens))
+    assert examples[greedy].tokens[len(seeds[greedy].tokens) :].tolist() == answer
+
+
+def serve_one(tiny: Path, prompt: list[int], count: int) -> list[int]:
+    from qtool.runtime.loop import EngineLoop
+    from qtool.runtime.scheduler import SchedulerConfig
+
+    loop = EngineLoop(open_engine(tiny, kv_cache_tokens=320), SchedulerConfig(), lambda _: None)
+    loop.submit([prompt], SamplingParams(max_tokens=count, temperature=0))
+    tokens: list[int] = []
+    while loop.receive(wait=False):
+        tokens += [output.token for output in loop.step() if output.token is not None]
+    return tokens
+
+
+def test_the_frequent_tokens_come_first_and_low_ids_fill_up() -> None:
+    assert frequent_tokens([[7, 7, 3], [9, 7, 3]], 2, 20).tolist() == [3, 7]
+    assert frequent_tokens([[7, 7, 3]], 4, 20).tolist() == [0, 1, 3, 7]
+
+
+def test_the_mean_length_counts_the_targets_own_token() -> None:
+    assert mean_length([]) == 1
+    assert mean_length([0.5, 0.5]) == 1.75
+
+
+def test_too_little_text_is_said(tiny: Path, tmp_path: Path, course: Callable[..., Course]) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    with pytest.raises(UsageError, match=r"the data has .* tokens of text and no short chat; wanted 48"):
+        run(tiny, replace(course("eagle"), data=str(tmp_path / "short.txt")), tmp_path / "heads")
+
+
+def test_only_what_is_learned_is_changed(tiny: Path, tmp_path: Path, course: Callable[..., Course]) -> None:
+    run(tiny, course("eagle", 0.2), tmp_path / "heads")
+    tensors = load_file(tmp_path / "heads" / "head.safetensors")
+    table = load_file(tiny / "model.safetensors")["model.embed_tokens.weight"]
+    assert np.array_equal(tensors["embed_tokens.weight"].numpy(), table.half().numpy())
+    chosen = tensors["draft_tokens"].long()
+    assert np.array_equal(tensors["lm_head.weight"].numpy(), table[chosen].half().numpy())
