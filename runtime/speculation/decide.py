@@ -11,8 +11,8 @@ from qtool.runtime.steptime import StepLoad
 
 Doubles = NDArray[np.float64]
 
-_GUESS = 0.5
-"""Acceptance of a first token that was never tried: high enough to be tried where that is cheap."""
+_GUESS = 0.25
+"""Acceptance of a first token that was never tried; trying is somebody else's business."""
 _GUESS_WEIGHT = 2.0
 """Of what is expected without trying, in drafts."""
 _MARGIN = 1.03
@@ -35,14 +35,16 @@ class Acceptance:
 
     def update(self, num_tokens: int, accepted: Sequence[int]) -> None:
         """Take in a draft of so many tokens, and the places of those that were accepted."""
-        while len(self._proposed) < num_tokens:
+        for place in range(num_tokens):
+            self.note(place, place in accepted)
+
+    def note(self, place: int, accepted: bool) -> None:
+        """Take in what became of one token of a draft."""
+        while len(self._proposed) <= place:
             self._proposed.append(0.0)
             self._accepted.append(0.0)
-        for place in range(num_tokens):
-            self._proposed[place] = self._proposed[place] * self._keep + 1
-            self._accepted[place] *= self._keep
-        for place in accepted:
-            self._accepted[place] += 1
+        self._proposed[place] = self._proposed[place] * self._keep + 1
+        self._accepted[place] = self._accepted[place] * self._keep + accepted
 
     def rates(self, count: int, expected: Sequence[float] | None = None) -> list[float]:
         """The rates at the first `count` places, none above the one before it.

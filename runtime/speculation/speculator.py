@@ -42,6 +42,8 @@ class _Pending:
     start: int
     draft: Draft
     drafter: str
+    num_judged: int = 0
+    """Of its tokens, those that what the sequence got has been compared with."""
 
 
 @dataclass
@@ -109,12 +111,15 @@ class Speculator:
     def _draft(self, scheduler: Scheduler, plan: Plan, rooms: Sequence[tuple[int, int]]) -> None:
         sequences = [plan.chunks[place].sequence for place, _ in rooms]
         limits = [room if self._num_tokens is None else min(room, self._num_tokens) for _, room in rooms]
-        options = self._free_options(sequences, limits)
+        free = [drafter for drafter in self.drafters if _is_free(drafter, sequences, limits)]
+        options = self._free_options(free, sequences, limits)
+        if len(free) == len(self.drafters) and not any(options):
+            return
         left = scheduler.config.max_num_batched_tokens - sum(chunk.num_rows for chunk in plan.chunks)
         load = plan.load()
         chosen, counts = options, self._allot(load, options, sequences, left)
         for drafter in self.drafters:
-            if not _is_free(drafter, sequences, limits):
+            if drafter not in free:
                 chosen, counts = self._consider(drafter, chosen, counts, load, sequences, limits, left)
         if self._num_tokens is None and not self._may_draft(any(counts.counts)):
             return
@@ -132,20 +137,19 @@ class Speculator:
         return False
 
     def _free_options(
-        self, sequences: Sequence[SequenceState], limits: Sequence[int]
+        self, free: Sequence[Drafter], sequences: Sequence[SequenceState], limits: Sequence[int]
     ) -> list[_Option | None]:
         """The best proposal for each sequence among those that cost nothing."""
         best: list[_Option | None] = [None] * len(sequences)
-        for drafter in self.drafters:
-            if not _is_free(drafter, sequences, limits):
-                continue
+        for drafter in free:
             requests = _requests(drafter, sequences, limits)
             for place, draft in enumerate(drafter.propose(requests)):
                 draft = self._followable(draft, sequences[place])
                 if not draft:
                     continue
                 record = self._record(sequences[place])
-                record.pending.append(_Pending(len(sequences[place].tokens), draft, drafter.name))
+                if draft.parents is None and draft.probs is None:
+                    record.pending.append(_Pending(len(sequences[place].tokens), draft, drafter.name))
                 option = _Option(drafter, draft, self._rates(drafter, record, draft.kind, len(draft)))
                 best[place] = _better(best[place], option)
         return best
@@ -302,20 +306,23 @@ class Speculator:
     def _compare(self, sequence: SequenceState) -> None:
         """Judge the free drafts whose fate the sequence's tokens decide."""
         record = self._records[sequence.id]
-        undecided = []
-        for pending in record.pending:
-            tokens, draft = sequence.tokens[pending.start :], pending.draft
-            matching = 0
-            for token, proposed in zip(tokens, draft.tokens, strict=False):
-                if token != proposed:
-                    break
-                matching += 1
-            if matching == len(tokens) < len(draft):
-                undecided.append(pending)
-            else:
-                key = pending.drafter, draft.kind
-                self._update(record, key, len(draft), range(matching))
-        record.pending = undecided
+        record.pending = [each for each in record.pending if self._goes_on(each, record, sequence.tokens)]
+
+    def _goes_on(self, pending: _Pending, record: _Record, tokens: Sequence[int]) -> bool:
+        """Judge a draft as far as the tokens are known; whether more of it is still to be judged."""
+        draft = pending.draft
+        overall = self._overall[pending.drafter, draft.kind]
+        own = record.acceptance[pending.drafter, draft.kind]
+        for place in range(pending.num_judged, min(len(draft), len(tokens) - pending.start)):
+            if draft.tokens[place] != tokens[pending.start + place]:
+                for missed in range(place, len(draft)):
+                    overall.note(missed, False)
+                    own.note(missed, False)
+                return False
+            overall.note(place, True)
+            own.note(place, True)
+        pending.num_judged = len(tokens) - pending.start
+        return pending.num_judged < len(draft)
 
     def _update(
         self, record: _Record, key: tuple[str, int], num_tokens: int, accepted: Sequence[int]

@@ -71,7 +71,7 @@ def test_speculation_is_off_where_the_batch_is_large_and_comes_back() -> None:
 
 def test_acceptance_is_learnt_by_place_and_recent_drafts_count_more() -> None:
     found = Acceptance(20)
-    assert found.rates(3) == [0.5, 0.25, 0.125]  # nothing is known
+    assert found.rates(3) == [0.25, 0.0625, 0.015625]  # nothing is known
     for _ in range(200):
         found.update(3, [0, 1])
     first, second, third = found.rates(3)
@@ -128,13 +128,13 @@ def test_a_drafter_that_costs_is_asked_where_it_pays_and_else_rarely(ms: float, 
     flat = curve((1, 10.0), (32, 10.5))
     clock = Clock()
     using = Speculator([drafter], flat, 320, clock=clock)
-    params = SamplingParams(max_tokens=300, temperature=0)
+    params = SamplingParams(max_tokens=450, temperature=0)
     flat.update = lambda load, ms: None  # type: ignore[method-assign]  # the fake's own times say nothing
     found, steps = run(engine, [([5, 6, 7], params)], using, SchedulerConfig(4, 64))
-    assert [output.token for output in found[0]] == greedy(engine, [5, 6, 7], 300)
+    assert [output.token for output in found[0]] == greedy(engine, [5, 6, 7], 450)
     drafted = [bool(step.speculation and step.speculation.drafted) for step in steps]
     if ms == 1.0 and right == 0.9:
-        assert 0.9 * len(steps) < sum(drafted) < len(steps) - 1  # some steps are plain, to be timed
-        assert len(steps) < 120
+        assert 0.9 * len(steps) < sum(drafted) < len(steps) - 1  # one more is plain, to be timed
+        assert len(steps) < 180
     else:
         assert 0 < sum(drafted) * ms < 0.01 * 1000 * clock.now

@@ -17,11 +17,14 @@ DRAFTS = {
 
 
 def chi_square(found: np.ndarray, expected: np.ndarray) -> float:
-    """Of counts against probabilities, by degree of freedom; tokens of no probability must not occur."""
+    """Of counts against probabilities, by degree of freedom; what has no probability must not occur, and what
+    is rare counts together, since chi-square wants some draws of each."""
     assert found[expected == 0].sum() == 0
-    wanted = expected[expected > 0] * found.sum()
-    deviations = (found[expected > 0] - wanted) ** 2 / wanted
-    return float(deviations.sum()) / (len(wanted) - 1)
+    common = expected * found.sum() >= 10
+    counts = np.append(found[common], found[~common].sum())
+    wanted = np.append(expected[common], expected[~common].sum()) * found.sum()
+    deviations = (counts - wanted) ** 2 / np.maximum(wanted, 10)
+    return float(deviations.sum()) / max(len(counts) - 2, 1)
 
 
 def bound(cells: int) -> float:
