@@ -103,7 +103,8 @@ class Function(Body):
     description: str | None = None
     parameters: JsonObject = {}
     strict: bool | None = None
-    """Calls that tool_choice forces fit the schema anyway; others are not held to it."""
+    """Whether calls that the model makes of its own accord fit the schema; those that tool_choice forces do
+    anyway."""
 
 
 class ToolBody(Body):
@@ -233,6 +234,15 @@ class ChatBody(GenerationBody):
             return []
         functions = [tool.function for tool in self.tools if name in (None, tool.function.name)]
         return [Tool(function.name, function.parameters) for function in functions]
+
+    @property
+    def strict_tools(self) -> list[Tool]:
+        """The tools of which each call has to fit, once the model begins one: empty when none is strict. The
+        arguments of those that are not may be any object."""
+        functions = [tool.function for tool in self.tools]
+        if not any(function.strict for function in functions):
+            return []
+        return [Tool(function.name, function.parameters if function.strict else {}) for function in functions]
 
     @property
     def token_limit(self) -> int | None:

@@ -18,7 +18,7 @@ from qtool.runtime.server.service import Service
 from qtool.runtime.server.token_logprobs import CompletionLogprobs
 from qtool.runtime.server.writers import ChoicesWriter
 from qtool.runtime.structured.grammar import Grammar
-from qtool.runtime.tools.forcing import forced_calls
+from qtool.runtime.tools.forcing import forced_calls, free_calls
 from qtool.runtime.tools.formats import ToolFormat
 from qtool.runtime.tools.parsers import make_parser
 
@@ -108,6 +108,8 @@ def chat_generation(service: Service, body: ChatBody) -> Generation:
         format_ = _tool_format(service)
         if tools := body.forced_tools:
             grammar = forced_calls(format_, tools, tokenizer, parallel=body.parallel_tool_calls)
+        elif tools := body.strict_tools:
+            grammar = free_calls(format_, tools, tokenizer, parallel=body.parallel_tool_calls)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling_params(tokenizer, max_tokens, logprobs)
     return Generation([prompt], params, _options(service, body, grammar, may_call=body.may_call))

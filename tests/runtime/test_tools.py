@@ -2,19 +2,22 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
 
 from qtool.errors import UsageError
 from qtool.runtime.structured.compiler import GrammarCompiler
 from qtool.runtime.tokenizer import Tokenizer
 from qtool.runtime.tools.events import Content, Event, ToolCall
-from qtool.runtime.tools.forcing import Tool, forced_calls
+from qtool.runtime.tools.forcing import Tool, forced_calls, free_calls
 from qtool.runtime.tools.formats import FORMATS, HERMES, LLAMA3_JSON, MISTRAL, detect_format, tool_format
 from qtool.runtime.tools.parsers import make_parser
-from tests.runtime.test_structured import VOCAB_SIZE, walk
+from tests.runtime.test_structured import VOCAB_SIZE, allowed, walk
 
 A = ToolCall("a", '{"x": 1}')
 B = ToolCall("b", '{"y": ["}</tool_call>", "\\"]{"], "ü": {}}')
@@ -146,3 +149,64 @@ def test_one_of_several_tools_is_forced_whatever_its_arguments(byte_tokenizer: T
         constraint.accept(token)
     assert constraint.finished
     assert end is not None
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_strict_tool_is_held_to_its_schema_once_a_call_begins(
+    name: str, parallel: bool, byte_tokenizer: Tokenizer
+) -> None:
+    (end,) = byte_tokenizer.eos_token_ids
+    format_ = tool_format(name)
+    compiler = GrammarCompiler(byte_tokenizer, VOCAB_SIZE)
+    grammar = free_calls(format_, [WEATHER, CLOCK], byte_tokenizer, parallel=parallel)
+    text = compiler.compile(grammar)()
+    for token in byte_tokenizer.encode("It is 5 < 6 [TOOL] <tool {and} no call"):
+        text.accept(token)
+    assert end in allowed(text)
+    beginning = f"Let me see. {format_.marker}" if format_.marker else "{"
+    seen = set()
+    for seed in range(8):
+        constraint = compiler.compile(grammar)()
+        for token in byte_tokenizer.encode(beginning):
+            constraint.accept(token)
+        assert end not in allowed(constraint)
+        # The first call to its end; what may follow it is text again.
+        answer, generator = beginning, np.random.default_rng(seed)
+        parser = make_parser(format_, ["weather", "clock"])
+        events = list(parser.push(beginning))
+        while not any(isinstance(event, ToolCall) for event in events):
+            token = int(generator.choice(allowed(constraint)))
+            constraint.accept(token)
+            piece = byte_tokenizer.decode([token])
+            answer += piece
+            events += parser.push(piece)
+            assert len(answer) < 4000, answer
+        (call, *_) = [event for event in events if isinstance(event, ToolCall)]
+        seen.add(call.name)
+        if call.name == "weather":
+            assert 0 <= json.loads(call.arguments)["days"] <= 9
+    assert seen == {"weather", "clock"}
+
+
+def test_a_marker_that_is_a_token_of_its_own_begins_a_call_and_its_text_does_not(
+    tokenizer_folder: Path,
+) -> None:
+    fast = FastTokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    fast.add_special_tokens(["<tool_call>", "</tool_call>"])
+    tokenizer = Tokenizer(fast, {}, None, frozenset({1}))
+    (marker,) = tokenizer.encode("<tool_call>")
+    for parallel in (False, True):
+        grammar = free_calls(HERMES, [WEATHER], tokenizer, parallel=parallel)
+        constraint = GrammarCompiler(tokenizer, VOCAB_SIZE).compile(grammar)()
+        for token in tokenizer.encode("Let me see. "):
+            constraint.accept(token)
+        assert {marker, 1} <= set(allowed(constraint))
+        constraint.accept(marker)
+        assert {tokenizer.decode([token]).strip() for token in allowed(constraint)} == {"", "{"}
+        call = '\n{"name": "weather", "arguments": {"days": 3}}\n</tool_call>'
+        for token in tokenizer.encode(call):
+            assert token in allowed(constraint)
+            constraint.accept(token)
+        assert (marker in allowed(constraint)) == parallel
+        assert 1 in allowed(constraint)
