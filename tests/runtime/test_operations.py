@@ -100,6 +100,23 @@ def test_metrics_count_what_was_served(stream: bool, byte_tokenizer: Tokenizer) 
     assert found['qtool_requests_total{route="/v1/completions",status="200"}'] == 1
 
 
+def test_a_preempted_answers_time_between_tokens_holds_its_pause(byte_tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(num_blocks=12)
+    engine.seconds_a_step = 0.002
+    with serving(engine, byte_tokenizer) as served:
+        body = {**COMPLETION, "prompt": ["Once", "More", "Than"], "max_tokens": 21}
+        assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).status_code == 200
+        found = samples(served)
+    assert found["qtool_preemptions_total"] > 0
+    begun, ended, between = (
+        found[f"qtool_{name}_seconds_sum"]
+        for name in ("time_to_first_token", "request_duration", "time_per_output_token")
+    )
+    # From the first token to the last, whatever came between: 20 gaps in each of the three answers.
+    assert between * 20 == pytest.approx(ended - begun, rel=0.05)
+    assert between > 3 * 0.002 * 21 / 20
+
+
 def test_gauges_show_what_runs_and_what_waits(byte_tokenizer: Tokenizer) -> None:
     engine = FakeEngine(num_blocks=64)
     engine.seconds_a_step = 0.02
