@@ -67,11 +67,13 @@ class _Sums:
         self.tokens += len(x)
 
     def finish(self) -> InputStatistics:
+        """End the sum, in place: moments of wide linears are most of what memory has to hold."""
         tokens = self.tokens
-        upper = self.second_moment.triu()
-        return InputStatistics(
-            (upper + upper.triu(1).T) / tokens, self.sum_abs / tokens, self.low, self.high, tokens
-        )
+        moment = self.second_moment.div_(tokens)
+        for start in range(0, len(moment), _BLOCK):
+            rows, below = slice(start, start + _BLOCK), slice(start + _BLOCK, None)
+            moment[below, rows] = moment[rows, below].T
+        return InputStatistics(moment, self.sum_abs / tokens, self.low, self.high, tokens)
 
 
 class Collector:
@@ -115,7 +117,7 @@ class Collector:
         self._sums[name].add(x.reshape(-1, x.shape[-1]))
 
     def statistics(self) -> dict[str, InputStatistics]:
-        """What each watched linear saw; linears with the same input share the object.
+        """What each watched linear saw; linears with the same input share the object. Ends the sums.
 
         Raises QtoolError naming the linear whose input is too large for float32 to square.
         """

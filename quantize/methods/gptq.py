@@ -44,8 +44,9 @@ def gptq(
     else:
         grid = fit_grid(weight, scheme, dtype)
     quantized = _round_columns(weight, grid, order, factor, options.block_size)
-    damped = hessian + damping * torch.eye(len(hessian))
-    return refine(weight, quantized, damped, options.sweeps, options.block_size)
+    del factor  # as large as the Hessian, and refining needs another of that size
+    hessian.diagonal().add_(damping)
+    return refine(weight, quantized, hessian, options.sweeps, options.block_size)
 
 
 def shrunk(statistics: InputStatistics) -> Tensor:
@@ -56,7 +57,9 @@ def shrunk(statistics: InputStatistics) -> Tensor:
     """
     moment = statistics.second_moment
     share = min(_MOST_SHRUNK, len(moment) / max(statistics.tokens, 1))
-    return torch.lerp(moment, torch.diag(moment.diagonal()), share)
+    shrunk = moment * (1 - share)
+    shrunk.diagonal().copy_(moment.diagonal())
+    return shrunk
 
 
 def _round_columns(
@@ -92,16 +95,17 @@ def inverse_factor(moment: Tensor, damping: float) -> tuple[float, Tensor]:
     Damping is a share of the mean diagonal; it is raised tenfold, with a warning, while the matrix is
     singular in float32.
     """
-    diagonal = moment.diagonal()
-    mean = float(diagonal.mean()) or 1.0
+    mean = float(moment.diagonal().mean()) or 1.0
     while damping < 100:
-        added = damping * mean
-        lower, failed = torch.linalg.cholesky_ex(moment + torch.diag(torch.full_like(diagonal, added)))
+        damped = moment.clone()
+        damped.diagonal().add_(damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
+            del damped  # wide linears' matrices are most of the memory that quantizing takes
             upper: Tensor
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failed and bool(upper.isfinite().all()):
-                return added, upper
+                return damping * mean, upper
         logger.warning("the Hessian is singular at damping %g; trying %g", damping, damping * 10)
         damping *= 10
     raise QtoolError("the Hessian stays singular with any damping; calibrate on more, or other, text")

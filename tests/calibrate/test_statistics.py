@@ -36,6 +36,20 @@ def test_statistics_are_those_of_all_the_inputs_together() -> None:
 
 
 @torch.no_grad()
+def test_the_moment_of_a_wide_input_is_whole() -> None:
+    torch.manual_seed(0)
+    linear, x = nn.Linear(600, 2), torch.randn(3, 50, 600)
+    collector = Collector()
+    with collector.watching({"it": linear}):
+        for window in x:
+            linear(window[None])
+    flat = x.view(-1, 600)
+    moment = collector.statistics()["it"].second_moment
+    assert torch.allclose(moment, flat.T @ flat / 150, atol=1e-5)
+    assert torch.equal(moment[:256, 256:], moment[256:, :256].T)
+
+
+@torch.no_grad()
 def test_linears_with_the_same_input_share_their_statistics() -> None:
     mlp, collector = Mlp(), Collector()
     with collector.watching({"gate": mlp.gate, "up": mlp.up, "down": mlp.down}):
