@@ -55,7 +55,7 @@ def run(tiny: Path, course: Course, output: Path, *, die_at: tuple[str, int] | N
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3"])
-def test_training_makes_drafts_better_and_the_heads_serve(
+def test_training_loses_less_and_the_heads_serve(
     kind: HeadKind, tiny: Path, tmp_path: Path, course: Callable[..., Course]
 ) -> None:
     chosen = course(kind, 1)
@@ -63,9 +63,8 @@ def test_training_makes_drafts_better_and_the_heads_serve(
         tiny, replace(chosen, training=replace(chosen.training, epochs=0.01)), tmp_path / "untrained"
     )
     after = run(tiny, replace(chosen, training=replace(chosen.training, epochs=4)), tmp_path / "heads")
-    assert after.loss < before.loss
-    # what a random model says two tokens on has nothing to do with its hidden state: Medusa can't learn it
-    assert kind == "medusa" or after.acceptance_length > before.acceptance_length
+    assert after.loss < 0.95 * before.loss
+    assert len(after.acceptance) == 2  # of which a random model's answers, which are noise, say nothing
     assert not (tmp_path / "heads.partial").exists()
     head = read_head(tmp_path / "heads")
     assert (head.config.kind, head.config.draft_vocab_size) == (kind, 300)
