@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from torch import Tensor
 
 from qtool.core.formats.naming import brief
 from qtool.core.formats.parts import Parts
 from qtool.core.formats.uniform import uniform
+from qtool.core.formats.words import pack_to_int32, unpack_from_int32
 from qtool.core.qtensor import KvScales, Linear, QuantizedTensor
 from qtool.core.schemes import IntScheme, KvCacheScheme, LinearScheme
 from qtool.errors import QtoolError, UsageError

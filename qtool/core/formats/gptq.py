@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from torch import Tensor
 
 from qtool.core.formats.input_order import read_order
 from qtool.core.formats.parts import Parts
+from qtool.core.formats.words import unpack_from_int32
 from qtool.core.qtensor import Linear, QuantizedTensor
 from qtool.core.schemes import IntScheme, LinearScheme
 from qtool.errors import QtoolError

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from torch import Tensor
 
 from qtool.core.formats.gptq import ADDED, NUM_BITS
 from qtool.core.formats.naming import brief, regex
 from qtool.core.formats.uniform import uniform
+from qtool.core.formats.words import pack_to_int32
 from qtool.core.qtensor import KvScales, Linear, QuantizedTensor
 from qtool.core.schemes import KvCacheScheme, LinearScheme
 from qtool.errors import UsageError

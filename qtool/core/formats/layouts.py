@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from torch import Tensor
 
 from qtool.core.activation import Activation
 from qtool.core.formats.input_order import read_order
 from qtool.core.formats.parts import Parts
+from qtool.core.formats.words import pack_to_int32, unpack_from_int32
 from qtool.core.fp4 import pack_fp4, unpack_fp4
 from qtool.core.qtensor import Fp4Tensor, Fp8Tensor, Linear, QuantizedTensor
 from qtool.core.schemes import ActivationScheme, Fp4Scheme, Fp8Scheme, IntScheme, LinearScheme
