@@ -2,7 +2,7 @@ import pytest
 from pydantic import ValidationError
 
 from qtool.core.recipe import Awq, Gptq, Quantization, Rtn
-from qtool.core.schemes import IntScheme
+from qtool.core.schemes import ActivationScheme, Fp4Scheme, Fp8Scheme, IntScheme, LinearScheme
 from qtool.errors import UsageError
 from qtool.quantize.plan import assign
 
@@ -63,3 +63,21 @@ def test_a_target_that_keep_takes_back_entirely_is_an_error() -> None:
 def test_an_unknown_method_is_refused_by_the_recipe() -> None:
     with pytest.raises(ValidationError, match="awk"):
         quantization({"targets": ["*"], "method": {"name": "awk"}})
+
+
+def test_a_block_that_a_format_prescribes_has_to_divide_the_inputs() -> None:
+    weights = {"targets": ["*"], "weights": "mxfp4"}
+    assert assign(quantization(weights), {"a": 96})["a"].scheme == Fp4Scheme("mxfp4")
+    with pytest.raises(UsageError) as error:
+        assign(quantization(weights), {"a": 80})
+    assert "group_size 32, which mxfp4 prescribes, does not divide in_features 80 of a" in str(error.value)
+    assert "use format int with 80" in str(error.value)
+
+
+def test_groups_of_inputs_have_to_divide_them() -> None:
+    rule = {"targets": ["*"], "weights": "fp8", "activations": {"format": "fp8", "group_size": 128}}
+    assert assign(quantization(rule), {"a": 256})["a"].computes_with == LinearScheme(
+        Fp8Scheme(1, None), ActivationScheme("fp8", dynamic=True, group_size=128)
+    )
+    with pytest.raises(UsageError, match=r"activations\.group_size 128 does not divide in_features 576 of b"):
+        assign(quantization(rule), {"a": 256, "b": 576})
