@@ -150,6 +150,22 @@ def test_the_manifest_says_what_was_done(tiny: Path, text: Path, tmp_path: Path)
     assert (out.absorber, out.alpha) == (None, None)
 
 
+@pytest.mark.parametrize("method", ["rtn", "awq", "gptq", "awq+gptq", "smoothquant", "best"])
+def test_a_dead_input_and_a_group_of_zeros_harm_no_method(
+    tiny_copy: Path, text: Path, tmp_path: Path, method: str
+) -> None:
+    tensors = load_file(tiny_copy / "model.safetensors")
+    tensors["model.layers.1.post_attention_layernorm.weight"][5] = 0
+    tensors["model.layers.1.mlp.gate_proj.weight"][3, 32:64] = 0
+    save_file(tensors, tiny_copy / "model.safetensors", {"format": "pt"})
+    manifest = quantize_checkpoint(tiny_copy, recipe_of(text, method), tmp_path / "out")
+    gate = manifest.linears["model.layers.1.mlp.gate_proj"]
+    assert gate.dead_inputs == 1
+    assert gate.sqnr_db > 10
+    written = Checkpoint(tmp_path / "out").linear("model.layers.1.mlp.gate_proj").dense()
+    assert bool(written.isfinite().all())
+
+
 def test_what_is_not_quantized_is_copied_bit_by_bit(tiny: Path, text: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     quantize_checkpoint(tiny, recipe_of(text, "gptq"), output)
@@ -322,6 +338,10 @@ def test_an_unwritable_place_is_an_error_before_any_work(tiny: Path, text: Path)
         (
             {"group_size": 36},
             r"group_size 36 does not divide in_features 96 of model\.layers\.0\.mlp\.gate_proj; use 32, 48",
+        ),
+        (
+            {"group_size": 256},
+            r"group_size 256 does not divide in_features 96 of .*gate_proj; use 32, 48, 96",
         ),
         ({"targets": "*.moe.*"}, r"target '\*\.moe\.\*' matches no linear of the model"),
         ({"targets": "*", "keep": []}, r"lm_head lies outside model\.layers"),
