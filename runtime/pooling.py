@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qtool.compile.hidden import FINAL, NO_HIDDEN_STATES, HiddenStates
 from qtool.errors import UsageError
@@ -22,7 +23,7 @@ def refuse_without(hidden_states: HiddenStates | None) -> None:
 class _Pool:
     """What is known of one prompt."""
 
-    total: Floats
+    total: NDArray[np.float64]
     """Of the rows so far; the last one where that alone counts."""
     num_tokens: int = 0
     """Leading tokens that are in it."""

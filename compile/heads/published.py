@@ -76,7 +76,8 @@ def read_published(folder: Path, num_layers: int | None = None) -> Head:
 
 def _load(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
-        return load_file(file)
+        stored: dict[str, Tensor] = load_file(file)
+        return stored
     loaded: dict[str, Tensor] = torch.load(file, weights_only=True, map_location="cpu")
     return loaded
 

@@ -118,11 +118,8 @@ def step_of(step: Step, pieces: Sequence[Piece]) -> tuple[Step, Ints, Ints]:
         masks=None if step.masks is None else [_mask(step, piece) for piece in pieces],
         hidden_rows=hidden,
     )
-    places = (
-        np.searchsorted(rows, tokens[chosen]).astype(np.int32)
-        for rows, chosen in ((step.logit_rows, wanted), (hidden_rows, hidden))
-    )
-    return part, *places
+    logit_places = np.searchsorted(step.logit_rows, tokens[wanted]).astype(np.int32)
+    return part, logit_places, np.searchsorted(hidden_rows, tokens[hidden]).astype(np.int32)
 
 
 def _mask(step: Step, piece: Piece) -> Bools | None:

@@ -111,7 +111,8 @@ class Network(nn.Module):
         features = batch.features[:, :rows]
         if self.config.kind == "eagle3":
             features = F.linear(features, self.tensor("fc.weight"), self._learned.get("fc.bias"))
-        past, results = Unrolled(), []
+        past = Unrolled()
+        results: list[tuple[Tensor, Tensor | None]] = []
         every = torch.arange(count * rows)
         for d in range(depth):
             ahead = torch.arange(rows) + 1 + d
