@@ -44,6 +44,7 @@ class Fused(Dense):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
         queries, keys, values = (x.view(len(x), -1, attention.head_dim) for x in (q, k, v))
+        keys, values = self._pool.rounded(attention.layer, keys, values)
         self._entries += [keys, values]
         key_scales, value_scales = self._pool.scales(attention.layer)
         mixed = paged_attention(

@@ -41,12 +41,24 @@ class FusedPool:
         """What the codes of a layer's keys, and of its values, are multiplied by: [Hkv], or None."""
         return (None, None) if self._scales is None else (self._scales[layer, 0], self._scales[layer, 1])
 
+    def rounded(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """New keys and values [T, Hkv, D] of a layer as the numbers that the pool will give back.
+
+        What is attended to is then the same whether it came in this step or before.
+        """
+        if self._scales is None:
+            return keys, values
+        scales = self._scales[layer]
+        codes = self._encode(torch.stack((keys, values)), scales).float()
+        new_keys, new_values = (codes * scales[:, None, :, None]).to(keys.dtype)
+        return new_keys, new_values
+
     def write(self, entries: Tensor, slots: Tensor) -> None:
         """Put `entries` [2 · layers, T, Hkv, D], each layer's keys before its values, into `slots` [T]."""
         layers, block_size = len(self._entries), self._entries.shape[4]
-        new = self._encode(entries.view(layers, 2, *entries.shape[1:])).view(self._stored.dtype)
+        new = self._encode(entries.view(layers, 2, *entries.shape[1:]), self._scales)
         block, offset = slots // block_size, slots % block_size
-        self._stored[:, :, block, :, offset] = new.permute(2, 0, 1, 3, 4)
+        self._stored[:, :, block, :, offset] = new.view(self._stored.dtype).permute(2, 0, 1, 3, 4)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy a block's keys and values, every layer."""
@@ -60,12 +72,12 @@ class FusedPool:
         )
         self._stored[:, :, to, :, at] = self._stored[:, :, block, :, offset]
 
-    def _encode(self, entries: Tensor) -> Tensor:
-        """`entries` [layers, 2, T, Hkv, D] as the pool stores them."""
+    def _encode(self, entries: Tensor, scales: Tensor | None) -> Tensor:
+        """`entries` [.., T, Hkv, D] as the pool stores them, with `scales` [.., Hkv]."""
         dtype = self._entries.dtype
-        if self._scales is None:
+        if scales is None:
             return entries.to(dtype)
-        codes = entries / self._scales[:, :, None, :, None]
+        codes = entries / scales[..., None, :, None]
         if dtype == torch.int8:
             return codes.round().clamp(-128, 127).to(dtype)
         return codes.clamp(-FP8_MAX, FP8_MAX).to(dtype)

@@ -21,7 +21,7 @@ from qtool.compile.hidden import FINAL, HiddenStates  # noqa: E402
 from qtool.compile.weights import CheckpointWeights  # noqa: E402
 from qtool.core.checkpoint import Checkpoint  # noqa: E402
 from qtool.runtime.engines import fused  # noqa: E402
-from qtool.runtime.engines.contract import Engine, Step, StepResult, slots_of  # noqa: E402
+from qtool.runtime.engines.contract import Engine, Step, slots_of  # noqa: E402
 from qtool.runtime.engines.reference import ReferenceEngine  # noqa: E402
 from tests.compile import kernels_interpreter  # noqa: E402
 from tests.compile.steps import Chunk, difference, step_of  # noqa: E402
@@ -69,32 +69,6 @@ def steps(engine: Engine) -> list[np.ndarray]:
     return [*found, result.logits, result.hidden]
 
 
-class Rounded(ReferenceEngine):
-    """The reference with a past that is rounded to a checkpoint's codes once it is past."""
-
-    checkpoint: Checkpoint
-
-    def run_with_hidden(self, step: Step) -> StepResult:
-        result = super().run_with_hidden(step)
-        scheme = self.checkpoint.kv_cache
-        if scheme is not None:
-            for layer in range(len(self._pool.keys)):
-                scales = self.checkpoint.kv_scales(f"model.layers.{layer}.self_attn")
-                rounded(self._pool.keys[layer], scales.key, scheme.kind)
-                rounded(self._pool.values[layer], scales.value, scheme.kind)
-        return result
-
-
-def rounded(cache: torch.Tensor, scale: torch.Tensor, kind: str) -> None:
-    """Round a layer's pool [blocks, block_size, Hkv, D] in place."""
-    codes = cache / scale[:, None]
-    if kind == "int8":
-        codes = codes.round().clamp(-128, 127)
-    else:
-        codes = codes.clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    cache.copy_(codes * scale[:, None])
-
-
 def far(folder: str) -> list[float]:
     checkpoint = Checkpoint(Path(folder))
     config = read_config(checkpoint.config, folder)
@@ -102,10 +76,14 @@ def far(folder: str) -> list[float]:
     engine = fused.open_fused(
         checkpoint, config, None, kv_cache_tokens=14 * BLOCK, hidden_states=hidden, device="cuda"
     )
-    reference = Rounded(
-        config, CheckpointWeights(config, checkpoint), num_blocks=14, block_size=BLOCK, hidden_states=hidden
+    reference = ReferenceEngine(
+        config,
+        CheckpointWeights(config, checkpoint),
+        num_blocks=14,
+        block_size=BLOCK,
+        kv_cache=checkpoint.quantized_kv_cache(config.num_layers),
+        hidden_states=hidden,
     )
-    reference.checkpoint = checkpoint
     return [difference(got, wanted) for got, wanted in zip(steps(engine), steps(reference), strict=True)]
 
 

@@ -30,9 +30,10 @@ CASES = {
     ("llama3", torch.float16, None): 0.03,
     # Of 8 bits, which the interpreter cuts to where a GPU rounds.
     ("mistral", torch.bfloat16, None): 0.1,
-    # The past in 8 bits, in the reference too: here and there a number falls to the code beside.
+    # Keys and values in 8 bits, in the reference too: here and there a number falls to the code beside it,
+    # which for e4m3 is up to an eighth away. A scale of another head or layer is off by 0.3 and more.
     ("llama", torch.float16, INT8): 0.08,
-    ("llama", torch.float16, FP8): 0.08,
+    ("llama", torch.float16, FP8): 0.2,
 }
 
 
