@@ -141,7 +141,27 @@ def test_the_page_reads_only_metrics_that_are_there_and_nothing_from_elsewhere(
     page = httpx.get(f"{served.url}/")
     assert page.headers["content-type"].startswith("text/html")
     assert not re.search(r"(src|href)=.(https?:)?//", page.text)
-    assert set(re.findall(r'"(qtool_\w+)"', page.text)) <= NAMES.keys()
+    histograms = {name for name, kind in NAMES.items() if kind == "histogram"}
+    series = NAMES.keys() | {f"{name}_{part}" for name in histograms for part in ("sum", "count")}
+    read = set(re.findall(r'"(qtool_\w+)"', page.text))
+    assert read <= series
+    assert {"qtool_requests_running", "qtool_kv_cache_usage_ratio", "qtool_accepted_tokens_total"} <= read
+
+
+def test_the_page_calls_only_routes_that_are_there(served: Served[FakeEngine]) -> None:
+    page = httpx.get(f"{served.url}/").text
+    paths = set(re.findall(r'fetch\("([^"]+)"', page)) | set(re.findall(r'href="(/[^"]*)"', page))
+    assert {"/metrics", "/ready", "/v1/models", "/v1/chat/completions"} <= paths
+    for path in paths:
+        assert httpx.get(served.url + path).status_code == (405 if path == "/v1/chat/completions" else 200)
+    asked = re.search(r"JSON.stringify\(\{ model: await model\(\), messages: chat, (.+?) \}\)", page)
+    assert asked is not None
+    fields = json.loads("{" + re.sub(r"(\w+):", r'"\1":', asked[1]) + "}")
+    chat = {"model": "model", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, **fields}
+    lines = httpx.post(f"{served.url}/v1/chat/completions", json=chat).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert all(chunk["choices"] == [] or "delta" in chunk["choices"][0] for chunk in chunks)
+    assert chunks[-1]["usage"]["completion_tokens"] == 3
 
 
 def test_the_dashboard_reads_only_metrics_that_are_there() -> None:
