@@ -33,7 +33,8 @@ class Head:
         """A tensor; QtoolError when the head lacks it."""
         if name not in self.tensors:
             raise QtoolError(
-                f"the head has no {name}; give the checkpoint that it was made for, so that it is taken there"
+                f"the head has no {name} of its own; compile it with the checkpoint that it was made for, "
+                "where it is taken from: qtool compile CHECKPOINT --draft"
             )
         return self.tensors[name]
 

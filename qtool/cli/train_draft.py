@@ -77,7 +77,7 @@ def train_draft(
         data,
     )
     with told_bar() as told:
-        report = train_head(model, opened, course, output, told)
+        report = train_head(model, opened, course, output, told, device or "cpu")
     rates = " ".join(f"{rate:.2f}" for rate in report.acceptance)
     Console(stderr=True).print(
         f"held out: each draft is accepted with {rates}; {report.acceptance_length:.2f} tokens a step"

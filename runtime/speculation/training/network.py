@@ -32,13 +32,21 @@ class Batch:
     final: Tensor
     """[B, S, hidden], the final hidden states."""
 
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on a device."""
+        return Batch(self.tokens.to(device), self.features.to(device), self.final.to(device))
+
 
 class Network(nn.Module):
     """A head under training. Embeddings and output matrix are the target's and stay as they are."""
 
-    def __init__(self, config: HeadConfig, tensors: Mapping[str, Tensor], target_output: Tensor) -> None:
+    def __init__(
+        self, config: HeadConfig, tensors: Mapping[str, Tensor], target_output: Tensor, device: torch.device
+    ) -> None:
         """`target_output` is the target's output matrix [V, hidden], float32."""
         super().__init__()
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        target_output = target_output.to(device)
         self.config = config
         frozen = {EMBED, LM_HEAD, TOKENS}
         self._learned = {
@@ -53,9 +61,10 @@ class Network(nn.Module):
 
     def head(self) -> Head:
         """What is trained, as it is now."""
-        tensors = {name: parameter.detach().half() for name, parameter in self._learned.items()}
+        tensors = {name: parameter.detach().half().cpu() for name, parameter in self._learned.items()}
         fixed = {
-            name: value.half() if value.is_floating_point() else value for name, value in self._fixed.items()
+            name: (value.half() if value.is_floating_point() else value).cpu()
+            for name, value in self._fixed.items()
         }
         return Head(self.config, {**fixed, **tensors})
 
@@ -89,7 +98,7 @@ class Network(nn.Module):
         too."""
         with torch.no_grad():
             targets = self.targets(batch, depth)
-        total, weight = torch.zeros(()), 0.0
+        total, weight = batch.final.new_zeros(()), 0.0
         for d, ((logits, feature), target) in enumerate(
             zip(self.predictions(batch, depth), targets, strict=True)
         ):
@@ -113,9 +122,10 @@ class Network(nn.Module):
             features = F.linear(features, self.tensor("fc.weight"), self._learned.get("fc.bias"))
         past = Unrolled()
         results: list[tuple[Tensor, Tensor | None]] = []
-        every = torch.arange(count * rows)
+        device = batch.tokens.device
+        every = torch.arange(count * rows, device=device)
         for d in range(depth):
-            ahead = torch.arange(rows) + 1 + d
+            ahead = torch.arange(rows, device=device) + 1 + d
             tokens = batch.tokens[:, ahead.clamp(max=length - 1)]
             step = Tokens(tokens.reshape(-1), ahead.repeat(count), every, every)
             ops = DraftTraining(step, count, features.reshape(count * rows, -1), past)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from qtool.calibrate.text import digest, load_records
 from qtool.compile.config import DecoderConfig, read_config
 from qtool.compile.hidden import FINAL, HiddenStates
@@ -47,7 +49,9 @@ class Course:
     """A dataset, as in a recipe's calibration."""
 
 
-def train_head(checkpoint: Path, engine: Engine, course: Course, output: Path, told: Told) -> TrainReport:
+def train_head(
+    checkpoint: Path, engine: Engine, course: Course, output: Path, told: Told, device: str = "cpu"
+) -> TrainReport:
     """Train heads for a checkpoint on what `engine`, which runs it, says; write them into the new `output`.
 
     ``OUTPUT.partial`` keeps hidden states and the state of training, so that a run that was killed goes on
@@ -87,6 +91,7 @@ def train_head(checkpoint: Path, engine: Engine, course: Course, output: Path, t
         course.training,
         work,
         lambda step, total, loss: told("training", step, total, f"loss {loss:.3f}"),
+        torch.device(device),
     )
     with new_folder(output) as folder:
         trained.save(folder)

@@ -73,14 +73,15 @@ def train(
     options: TrainOptions,
     folder: Path,
     told: Callable[[int, int, float], None],
+    device: torch.device,
 ) -> tuple[Head, TrainReport]:
     """Train a head; what comes of it is the same bytes whether or not the run was interrupted.
 
     `target_output` is the target's output matrix [V, hidden]. State is kept in `folder`. `told` is called
     after each step with its number, how many there are, and the loss.
     """
-    network = Network(head.config, head.tensors, target_output)
-    held_out = list(batches.load(batches.held_out))
+    network = Network(head.config, head.tensors, target_output, device)
+    held_out = [batch.to(device) for batch in batches.load(batches.held_out)]
     optimizer = torch.optim.AdamW(
         network.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )
@@ -91,7 +92,7 @@ def train(
     for batch in _from(batches, step, total):
         for group in optimizer.param_groups:
             group["lr"] = options.learning_rate * _schedule(step, total)
-        value = network.loss(batch, options.depth)
+        value = network.loss(batch.to(device), options.depth)
         optimizer.zero_grad()
         value.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(network.parameters(), _CLIP)
@@ -150,7 +151,7 @@ def _resume(
     """Take up saved state: the steps done, the mean loss, and the acceptance before them."""
     if not path.is_file():
         return 0, 0.0, ()
-    state = torch.load(path, weights_only=True)
+    state = torch.load(path, weights_only=True, map_location="cpu")
     network.load_state_dict(state["network"])
     optimizer.load_state_dict(state["optimizer"])
     return state["step"], state["loss"], tuple(state["before"])
