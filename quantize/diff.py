@@ -1,5 +1,6 @@
 """Compare two checkpoints, or two manifests: what differs, linear by linear."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from qtool.core.checkpoint import Checkpoint
 from qtool.core.manifest import MANIFEST, LinearRecord, Manifest
 from qtool.core.qtensor import Linear
 from qtool.errors import QtoolError, UsageError
+
+logger = logging.getLogger(__name__)
 
 
 class Side(BaseModel):
@@ -72,6 +75,15 @@ def _manifest(path: Path) -> Manifest:
         raise QtoolError(f"{path}: is no manifest of this version of qtool ({error})") from error
 
 
+def _records(path: Path) -> Mapping[str, LinearRecord]:
+    """What a manifest says of each linear; a warning where another version of qtool wrote it."""
+    try:
+        return _manifest(path).linears
+    except QtoolError as error:
+        logger.warning("%s; its records are left out", str(error).partition(" (")[0])
+        return {}
+
+
 def _manifests(a: Mapping[str, LinearRecord], b: Mapping[str, LinearRecord]) -> Iterator[Difference]:
     for name in sorted({*a, *b}):
         yield Difference(name=name, a=_recorded(a.get(name)), b=_recorded(b.get(name)))
@@ -112,7 +124,7 @@ class _Opened:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint, self._schemes = checkpoint, checkpoint.schemes()
         manifest = checkpoint.path / MANIFEST
-        self._records = _manifest(manifest).linears if manifest.is_file() else {}
+        self._records = _records(manifest) if manifest.is_file() else {}
         stored = [name for name in checkpoint if name.rpartition(".")[0] not in self._schemes]
         plain = [name for name in stored if not name.endswith(("k_scale", "v_scale"))]
         biases = [f"{module}.bias" for module in self._schemes if f"{module}.bias" in checkpoint]

@@ -48,6 +48,7 @@ def _table(found: Iterable["Difference"]) -> "Table":
 
     "max" and "mean" are of ``|a - b|`` over the weights.
     """
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     from qtool.core.formats.naming import without_layer
@@ -56,9 +57,10 @@ def _table(found: Iterable["Difference"]) -> "Table":
     for one in found:
         if not one.same or one.same_codes is not None or one.max_abs is None:
             rows[without_layer(one.name).removeprefix("model."), _formats(one)].append(one)
-    table = Table()
-    table.add_column("name", min_width=20, overflow="fold")
-    for heading in ("of", "format", "same codes", "max", "mean", "relative", "SQNR"):
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading, width in (("name", 20), ("of", 2), ("format", 16), ("same codes", 5)):
+        table.add_column(heading, min_width=width, overflow="fold")
+    for heading in ("max", "mean", "relative", "SQNR"):
         table.add_column(heading, overflow="fold")
     for (name, formats), members in rows.items():
         codes = [one.same_codes for one in members if one.same_codes is not None]
@@ -85,7 +87,7 @@ def _arrow(a: str, b: str) -> str:
 
 def _number(reduce: Callable[[Sequence[float]], float], values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
-    return f"{reduce(known):.3g}" if known else ""
+    return f"{reduce(known):.2g}" if known else ""
 
 
 def _mean(values: Sequence[float]) -> float:

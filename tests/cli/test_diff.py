@@ -129,6 +129,14 @@ def test_manifests_are_compared_by_their_records(tmp_path: Path, qtool: Qtool) -
     assert qtool("diff", a, a, "--exit-code").code == 0
 
 
+def test_a_manifest_of_another_version_does_not_hinder(
+    int4: Path, qtool: Qtool, caplog: pytest.LogCaptureFixture
+) -> None:
+    (int4 / MANIFEST).write_text('{"schema_version": 0}')
+    assert qtool("diff", int4, int4).code == 0
+    assert "is no manifest of this version of qtool; its records are left out" in caplog.text
+
+
 def test_things_that_cannot_be_compared_are_refused(tiny: Path, tmp_path: Path, qtool: Qtool) -> None:
     ended = qtool("diff", tiny, tmp_path / "none")
     assert (ended.code, ended.out) == (2, "")
