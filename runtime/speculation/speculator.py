@@ -36,8 +36,12 @@ class _Option:
 
 
 @dataclass
-class _Pending:
-    """A free draft whose tokens are compared with what the sequence goes on with, verified or not."""
+class _Shadow:
+    """A draft that is not verified: its tokens are compared with those that the sequence gets.
+
+    Another one is made when this one is judged, as if it had been verified. A draft at every token would say
+    too much good of itself: where text is copied, most tokens stand in the middle of what is copied.
+    """
 
     start: int
     draft: Draft
@@ -54,7 +58,7 @@ class _Record:
         default_factory=lambda: defaultdict(lambda: Acceptance(_OWN_MEMORY))
     )
     """By drafter and kind of draft."""
-    pending: list[_Pending] = field(default_factory=list)
+    shadow: _Shadow | None = None
 
 
 class Speculator:
@@ -122,11 +126,23 @@ class Speculator:
             if drafter not in free:
                 chosen, counts = self._consider(drafter, chosen, counts, load, sequences, limits, left)
         if self._num_tokens is None and not self._may_draft(any(counts.counts)):
-            return
+            counts = Allotment([0] * len(chosen), counts.tokens_per_ms)
         drafts = self._make(chosen, counts.counts, sequences)
         for (place, _), option, draft in zip(rooms, chosen, drafts, strict=True):
+            sequence = plan.chunks[place].sequence
             if draft and option is not None and scheduler.add_draft(plan, place, draft):
-                self._owners[plan.chunks[place].sequence.id] = option.drafter
+                self._owners[sequence.id] = option.drafter
+        for sequence, option in zip(sequences, options, strict=True):
+            if option is not None:
+                self._cast_shadow(sequence, option)
+
+    def _cast_shadow(self, sequence: SequenceState, option: _Option) -> None:
+        """Follow a free draft that is not verified, if it is a chain that was not drawn."""
+        record, draft = self._record(sequence), option.draft
+        if self._owners.get(sequence.id) is option.drafter:
+            record.shadow = None
+        elif record.shadow is None and draft is not None and draft.parents is None and draft.probs is None:
+            record.shadow = _Shadow(len(sequence.tokens), draft, option.drafter.name)
 
     def _may_draft(self, wanted: bool) -> bool:
         """Whether a step gets the drafts that are wanted: now and then none, so that both can be compared."""
@@ -147,10 +163,8 @@ class Speculator:
                 draft = self._followable(draft, sequences[place])
                 if not draft:
                     continue
-                record = self._record(sequences[place])
-                if draft.parents is None and draft.probs is None:
-                    record.pending.append(_Pending(len(sequences[place].tokens), draft, drafter.name))
-                option = _Option(drafter, draft, self._rates(drafter, record, draft.kind, len(draft)))
+                rates = self._rates(drafter, self._record(sequences[place]), draft.kind, len(draft))
+                option = _Option(drafter, draft, rates)
                 best[place] = _better(best[place], option)
         return best
 
@@ -290,8 +304,9 @@ class Speculator:
                 _count(drafted, range(len(draft)))
                 _count(accepted, path)
                 self._judge(sequence, draft, path)
-            if sequence.id in self._records:
-                self._compare(sequence)
+            record = self._records.get(sequence.id)
+            if record is not None and record.shadow is not None:
+                record.shadow = self._followed(record.shadow, record, sequence.tokens)
         for drafter in self.drafters:
             drafter.observe(seen)
         return SpeculationDone(drafting_seconds, drafted, accepted, lengths)
@@ -299,36 +314,23 @@ class Speculator:
     def _judge(self, sequence: SequenceState, draft: Draft, path: Sequence[int]) -> None:
         sequence.num_accepted += len(path)
         sequence.num_rejected += len(draft) - len(path)
-        drafter, record = self._owners[sequence.id], self._record(sequence)
-        if not any(pending.drafter == drafter.name for pending in record.pending):
-            self._update(record, (drafter.name, draft.kind), len(draft), path)
+        key = self._owners[sequence.id].name, draft.kind
+        self._overall[key].update(len(draft), path)
+        self._record(sequence).acceptance[key].update(len(draft), path)
 
-    def _compare(self, sequence: SequenceState) -> None:
-        """Judge the free drafts whose fate the sequence's tokens decide."""
-        record = self._records[sequence.id]
-        record.pending = [each for each in record.pending if self._goes_on(each, record, sequence.tokens)]
-
-    def _goes_on(self, pending: _Pending, record: _Record, tokens: Sequence[int]) -> bool:
-        """Judge a draft as far as the tokens are known; whether more of it is still to be judged."""
-        draft = pending.draft
-        overall = self._overall[pending.drafter, draft.kind]
-        own = record.acceptance[pending.drafter, draft.kind]
-        for place in range(pending.num_judged, min(len(draft), len(tokens) - pending.start)):
-            if draft.tokens[place] != tokens[pending.start + place]:
-                for missed in range(place, len(draft)):
-                    overall.note(missed, False)
-                    own.note(missed, False)
-                return False
-            overall.note(place, True)
-            own.note(place, True)
-        pending.num_judged = len(tokens) - pending.start
-        return pending.num_judged < len(draft)
-
-    def _update(
-        self, record: _Record, key: tuple[str, int], num_tokens: int, accepted: Sequence[int]
-    ) -> None:
-        self._overall[key].update(num_tokens, accepted)
-        record.acceptance[key].update(num_tokens, accepted)
+    def _followed(self, shadow: _Shadow, record: _Record, tokens: Sequence[int]) -> _Shadow | None:
+        """Judge a shadow as far as the tokens are known; None when it is judged to its end."""
+        draft, key = shadow.draft, (shadow.drafter, shadow.draft.kind)
+        acceptances = self._overall[key], record.acceptance[key]
+        for place in range(shadow.num_judged, min(len(draft), len(tokens) - shadow.start)):
+            right = draft.tokens[place] == tokens[shadow.start + place]
+            for acceptance in acceptances:
+                for judged in [place] if right else range(place, len(draft)):
+                    acceptance.note(judged, right)
+            if not right:
+                return None
+        shadow.num_judged = len(tokens) - shadow.start
+        return shadow if shadow.num_judged < len(draft) else None
 
     def forget(self, sequence: SequenceState) -> None:
         """The sequence is gone."""
