@@ -97,14 +97,14 @@ class StepTimes:
 
     def update(self, load: StepLoad, ms: float) -> None:
         """Take in what a step took: mostly where it lies on the curve, a little everywhere."""
-        expected = float(self.predict_ms(np.array(load.tokens), np.array(load.context)))
-        ratio = min(max(ms / expected, 0.25), 4.0)
-        self._ms *= ratio**_COMMON_RATE
-        self._per_pair *= ratio**_COMMON_RATE
         above = min(bisect_left(self._rows, load.tokens), len(self._rows) - 1)
         below = max(above - 1, 0)
         width = self._rows[above] - self._rows[below]
         share = (load.tokens - self._rows[below]) / width if width else 1.0
+        expected = self._ms[below] + share * (self._ms[above] - self._ms[below])
+        ratio = min(max(ms / (expected + self._per_pair * load.context), 0.25), 4.0)
+        self._ms *= ratio**_COMMON_RATE
+        self._per_pair *= ratio**_COMMON_RATE
         share = min(max(share, 0.0), 1.0)
         self._ms[above] *= ratio ** (_OWN_RATE * share)
         if below != above:

@@ -295,8 +295,11 @@ class Speculator:
         for chunk, extension in zip(chunks, extensions, strict=True):
             sequence, draft = chunk.sequence, chunk.draft
             path = [] if extension is None else extension.accepted
-            kept = [*range(row, row + chunk.num_new), *(row + chunk.num_new + place for place in path)]
-            seen.append(Seen(sequence, len(kept), None if hidden is None else hidden[kept]))
+            states = None
+            if hidden is not None:
+                end = row + chunk.num_new
+                states = hidden[[*range(row, end), *(end + place for place in path)]]
+            seen.append(Seen(sequence, chunk.num_new + len(path), states))
             row += chunk.num_rows
             if extension is not None and sequence.num_generated > len(extension.chosen):
                 lengths.append((len(draft), len(path)))
