@@ -87,8 +87,9 @@ def test_linears_of_other_groups_are_written_in_common_ones(tiny: Path, tmp_path
     assert set(Checkpoint(tmp_path / "awq").config["quantization_config"]["modules_to_not_convert"]) == {
         "lm_head", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
     }  # fmt: skip
-    dynamic = Checkpoint(tmp_path / "gptq").config["quantization_config"]["dynamic"]
-    assert r"-:model\.layers\.\d+\.self_attn\.q_proj$" in dynamic
+    for format_name in ("awq", "gptq"):
+        dynamic = Checkpoint(tmp_path / format_name).config["quantization_config"]["dynamic"]
+        assert r"-:model\.layers\.\d+\.self_attn\.q_proj$" in dynamic
 
 
 @pytest.mark.parametrize(

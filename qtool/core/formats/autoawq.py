@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from qtool.core.formats.naming import brief
+from qtool.core.formats.naming import brief, unquantized
 from qtool.core.formats.parts import Parts
 from qtool.core.formats.uniform import uniform
 from qtool.core.formats.words import pack_to_int32, unpack_from_int32
@@ -123,9 +123,13 @@ class AutoAwqWriter:
         raise AssertionError(attention)
 
     def config(self) -> dict[str, Any]:
-        """AutoAWQ's; it passes over a linear whose name holds one of ``modules_to_not_convert``."""
+        """AutoAWQ's; it passes over a linear whose name holds one of ``modules_to_not_convert``.
+
+        GPTQModel, which took AutoAWQ's place, asks ``dynamic`` instead.
+        """
         names: list[str] = []
-        for parts in brief(self._dense, [*self._quantized, *self._dense]):
+        dense = brief(self._dense, [*self._quantized, *self._dense])
+        for parts in dense:
             name = parts[-1].removeprefix(".")
             if len(parts) > 1 and self._passes_over(name):
                 names += [module for module in self._dense if module.endswith(parts[-1])]
@@ -143,6 +147,7 @@ class AutoAwqWriter:
             "group_size": self._scheme.group_size or -1,
             "zero_point": True,
             "modules_to_not_convert": names or None,
+            "dynamic": unquantized(dense),
         }
 
     def _passes_over(self, name: str) -> str | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qtool.core.formats.gptq import ADDED, NUM_BITS
-from qtool.core.formats.naming import brief, regex
+from qtool.core.formats.naming import brief, unquantized
 from qtool.core.formats.uniform import uniform
 from qtool.core.formats.words import pack_to_int32
 from qtool.core.qtensor import KvScales, Linear, QuantizedTensor
@@ -82,7 +82,7 @@ class GptqWriter:
             "desc_act": self._reordered,
             "lm_head": "lm_head" in self._quantized,
             "pack_dtype": "int32",
-            "dynamic": {f"-:{regex(parts)}": {} for parts in dense},
+            "dynamic": unquantized(dense),
         }
 
     def files(self) -> dict[str, dict[str, Any]]:

@@ -31,6 +31,11 @@ def regex(parts: Sequence[str]) -> str:
     return r"\d+".join(map(re.escape, parts)) + "$"
 
 
+def unquantized(dense: Iterable[Sequence[str]]) -> dict[str, dict[str, str]]:
+    """GPTQModel's ``dynamic`` for linears, named by `brief`, that stay as they are."""
+    return {f"-:{regex(parts)}": {} for parts in dense}
+
+
 def without_layer(module: str) -> str:
     """A linear's name with a star for each number of a layer or an expert."""
     return "*".join(_LAYER.split(module))
