@@ -98,6 +98,7 @@ class _Process:
                 access_log=False,
                 backlog=_BACKLOG,
                 lifespan="off",
+                ws="none",
                 interface="asgi3",
             )
         )

@@ -46,7 +46,8 @@ def serving(
     client = Client(engine, tokenizer, config or SchedulerConfig(8, 64), speculator)
     listener = socket.create_server(("127.0.0.1", 0))
     app = create_app(client, "model", settings, observers)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="error", lifespan="off"))
+    uvicorn_config = uvicorn.Config(app, log_config=None, log_level="error", lifespan="off", ws="none")
+    server = uvicorn.Server(uvicorn_config)
 
     async def main() -> None:
         client.start()
