@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,6 +106,8 @@ def make_report(
 ) -> Report:
     """Serve the prompts by every way to draft and at every batch size, with and without, back to back.
 
+    What is expected goes by `times`, which stay as they are.
+
     `drafters` are those that work together under a name. `advance` is called after each of the
     `num_runs` runs.
     """
@@ -120,7 +123,7 @@ def make_report(
         longest = max(drafter.max_tokens for drafter in together)
         vocab_size = engine.vocab_size
         fixed = serve(Speculator(together, None, vocab_size, num_tokens=longest), 1)
-        auto = Speculator(together, times, vocab_size)
+        auto = Speculator(together, deepcopy(times), vocab_size)
         speedups = {}
         for batch in batches:
             drafted, again = serve(auto, batch), serve(None, batch)

@@ -1,0 +1,137 @@
+"""Speculation as users and operators see it: usage, metrics, options and the report."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from qtool.errors import UsageError
+from qtool.runtime.request import SamplingParams
+from qtool.runtime.speculation.contract import Drafter
+from qtool.runtime.speculation.decide import StepTimes
+from qtool.runtime.speculation.ngram import NgramDrafter
+from qtool.runtime.speculation.report import DrafterReport, make_report, num_runs, read_prompts, recommend
+from qtool.runtime.speculation.speculator import Speculator
+from qtool.runtime.tokenizer import Tokenizer
+from tests.runtime.drafters import ScriptedDrafter, knowing, rubbish
+from tests.runtime.fake import FakeEngine, greedy
+from tests.runtime.served import Served, serving
+from tests.runtime.test_speculation_loop import FLAT, LoopingEngine
+
+COMPLETION = {"model": "model", "prompt": "Once", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def served(byte_tokenizer: Tokenizer) -> Iterator[Served[FakeEngine]]:
+    engine = FakeEngine(num_blocks=64)
+    guess = knowing(lambda text, count: greedy(engine, list(text), count), 320, 0.7)
+    using = Speculator([ScriptedDrafter(guess)], StepTimes(FLAT), 320, num_tokens=4)
+    with serving(engine, byte_tokenizer, speculator=using) as found:
+        yield found
+
+
+def test_usage_says_how_many_drafts_were_accepted_whole_and_streamed(served: Served[FakeEngine]) -> None:
+    url = f"{served.url}/v1/completions"
+    before = samples(served)
+    whole = httpx.post(url, json={**COMPLETION, "n": 2}).json()
+    usage = whole["usage"]["completion_tokens_details"]
+    assert whole["usage"]["completion_tokens"] == 24
+    assert 0 < usage["accepted_prediction_tokens"] < 24
+    assert usage["rejected_prediction_tokens"] > 0
+    after = samples(served)
+
+    def counted(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    total = usage["accepted_prediction_tokens"] + usage["rejected_prediction_tokens"]
+    assert counted("qtool_draft_tokens_total") == total
+    assert counted("qtool_accepted_tokens_total") == usage["accepted_prediction_tokens"]
+    by_place = [counted(f'qtool_draft_position_tokens_total{{position="{place}"}}') for place in range(4)]
+    assert sum(by_place) == total
+    assert counted("qtool_acceptance_length_tokens_sum") == (
+        usage["accepted_prediction_tokens"] + counted("qtool_acceptance_length_tokens_count")
+    )
+    assert counted("qtool_draft_length_tokens_sum") == total
+    assert counted("qtool_drafting_seconds_total") > 0
+    streamed = httpx.post(
+        url, json={**COMPLETION, "stream": True, "stream_options": {"include_usage": True}}
+    ).text
+    chunks = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    assert chunks[-1]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+    text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+    assert text == whole["choices"][0]["text"]
+
+
+def test_without_drafts_usage_has_the_shape_that_it_had(byte_tokenizer: Tokenizer) -> None:
+    with serving(FakeEngine(num_blocks=64), byte_tokenizer) as plain:
+        usage = httpx.post(f"{plain.url}/v1/completions", json=COMPLETION).json()["usage"]
+    assert "completion_tokens_details" not in usage
+
+
+def test_a_stop_string_within_accepted_drafts_ends_the_answer_before_it(served: Served[FakeEngine]) -> None:
+    url = f"{served.url}/v1/completions"
+    whole = httpx.post(url, json=COMPLETION).json()["choices"][0]["text"]
+    middle = whole[len(whole) // 2 : len(whole) // 2 + 2]
+    ended = httpx.post(url, json={**COMPLETION, "stop": [middle]}).json()
+    assert ended["choices"][0]["text"] == whole[: whole.index(middle)]
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    details = ended["usage"].get("completion_tokens_details", {"accepted_prediction_tokens": 0})
+    assert details["accepted_prediction_tokens"] <= ended["usage"]["completion_tokens"]
+
+
+def samples(served: Served[FakeEngine]) -> dict[str, float]:
+    lines = httpx.get(f"{served.url}/metrics").text.splitlines()
+    found = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in found}
+
+
+def test_a_report_finds_what_pays_and_what_does_not() -> None:
+    engine = LoopingEngine(num_blocks=200, max_context=1000)
+    times = StepTimes(FLAT)
+    drafters: dict[str, list[Drafter]] = {
+        "ngram": [NgramDrafter()],
+        "rubbish": [ScriptedDrafter(rubbish(320))],
+    }
+    calls: list[None] = []
+    params = SamplingParams(max_tokens=60, temperature=0)
+    prompts = [[5, 6, 7], [8, 9], [3]]
+    report = make_report(engine, times, drafters, prompts, params, [1, 3], lambda: calls.append(None))
+    assert len(calls) == num_runs(2, 2)
+    ngram, wrong = report.drafters
+    assert (ngram.name, wrong.name) == ("ngram", "rubbish")
+    assert ngram.answers_differ == wrong.answers_differ == 0
+    lengths = [setting.acceptance_length for setting in ngram.settings]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] > 3
+    assert max(wrong.rates) < 0.2
+    # By the curve alone all rows cost the same, so tokens a step are what is gained.
+    assert ngram.settings[-1].expected[1] == pytest.approx(ngram.settings[-1].tokens_per_step, rel=0.1)
+
+
+def test_the_fastest_by_all_batch_sizes_is_recommended_or_none() -> None:
+    def measured(name: str, *speedups: float) -> DrafterReport:
+        return DrafterReport(name, [], 0.0, 0.0, [], dict(enumerate(speedups, 1)), 0)
+
+    assert recommend([measured("a", 1.5, 0.9), measured("b", 1.2, 1.2)]) == "b"
+    assert recommend([measured("a", 1.2, 0.85), measured("b", 0.9, 0.9)]) == "off"
+    assert recommend([]) == "off"
+
+
+def test_prompts_are_read_from_text_and_json_lines_or_refused(
+    byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("Hello\n\nWorld\n")
+    chats = tmp_path / "prompts.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "Hello"}]}\n{"prompt": "World"}\n')
+    first, second = read_prompts(lines, byte_tokenizer)
+    assert read_prompts(chats, byte_tokenizer) == [first, byte_tokenizer.encode("World")]
+    assert second != byte_tokenizer.encode("World")
+    for content, problem in (("", "holds no prompts"), ("x", "not valid JSON"), ('{"text": "x"}', "neither")):
+        chats.write_text(content)
+        with pytest.raises(UsageError, match=problem):
+            read_prompts(chats, byte_tokenizer)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_prompts(tmp_path / "nowhere", byte_tokenizer)
