@@ -1,7 +1,7 @@
 """Run a checkpoint layer by layer with transformers' own modules, one layer in memory at a time."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool.calibrate.kv import KvRanges, KvRounding
-from qtool.calibrate.skeleton import PREFIX, check_stored, skeleton
+from qtool.calibrate.skeleton import HEAD, PREFIX, check_stored, skeleton
 from qtool.core.checkpoint import Checkpoint
 from qtool.errors import QtoolError, UsageError
 
@@ -58,6 +58,9 @@ class LayerRunner:
         if checkpoint.format is None:
             check_stored(checkpoint, self.model)
         self._calls: list[_Call] = []
+        self._table = self.model.get_input_embeddings()
+        self.tied = HEAD in self.linears() and self.model.get_submodule(HEAD).weight is self._table.weight
+        """Whether the head's weight is the embedding table."""
 
     def __len__(self) -> int:
         return len(self.model.model.layers)
@@ -65,7 +68,14 @@ class LayerRunner:
     @property
     def vocab_size(self) -> int:
         """V, the tokens that the embedding table has rows for."""
-        return int(self.model.get_input_embeddings().num_embeddings)
+        return int(self._table.num_embeddings)
+
+    @property
+    def head_weight(self) -> str:
+        """The stored tensor that holds the head's weight [V, hidden]."""
+        if not self.tied:
+            return f"{HEAD}.weight"
+        return next(f"{name}.weight" for name, part in self.model.named_modules() if part is self._table)
 
     def linears(self) -> dict[str, nn.Linear]:
         """Every linear layer of the model by its full name, without weights."""
@@ -78,14 +88,10 @@ class LayerRunner:
         Records on the way what each layer is called with: masks, positions and their embeddings. Raises
         UsageError when these depend on the tokens, since one record could not serve all windows then.
         """
-        decoder, layers = self.model.model, self.model.model.layers
-        outside = {name: part for name, part in decoder.named_children() if part is not layers}
-        for name, part in outside.items():
-            self._load(part, f"model.{name}", checkpoint_weights(self.checkpoint))
         hidden: list[Tensor] = []
-        with _recording(layers) as calls:
+        with self.outside(), _recording(self.model.model.layers) as calls:
             for window in windows:
-                decoder(input_ids=window[None], use_cache=False)
+                self.model.model(input_ids=window[None], use_cache=False)
                 first, seen = calls[0][0], [call for _, call in calls]
                 hidden.append(first)
                 if not self._calls:
@@ -96,9 +102,44 @@ class LayerRunner:
                         "more than hidden states that depends on the tokens, which is not supported"
                     )
                 calls.clear()
-        for part in outside.values():
-            part.to("meta")
         return torch.cat(hidden)
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """What lies in the decoder beside its layers (embedding, last norm) with its weights, for a block."""
+        parts = [(name, part) for name, part in self.model.model.named_children() if name != "layers"]
+        for name, part in parts:
+            self._load(part, f"model.{name}", checkpoint_weights(self.checkpoint))
+        try:
+            yield
+        finally:
+            for _, part in parts:
+                part.to("meta")
+
+    @contextmanager
+    def head(self) -> Iterator[nn.Module]:
+        """The linear that makes logits, with its weights in float32, released at the block's end."""
+        head: nn.Module = self.model.get_submodule(HEAD)
+        read = checkpoint_weights(self.checkpoint)
+        self._load(head, HEAD, lambda name: read(self.head_weight if name == f"{HEAD}.weight" else name))
+        try:
+            yield head
+        finally:
+            head.to("meta")
+
+    @torch.no_grad()
+    def run_head(self, windows: Tensor, hidden: Tensor) -> None:
+        """Bring what the last layer makes of windows [S, L], `hidden` [S, L, hidden], to the head.
+
+        The head computes nothing, so no weights of it are needed: what watches it sees its inputs.
+        """
+        head = self.model.get_submodule(HEAD)
+        with self.outside(), ExitStack() as undo:
+            head.forward = lambda x: x.new_zeros(())
+            undo.callback(delattr, head, "forward")
+            for window, state in zip(windows, hidden, strict=True):
+                with _giving(self.model.model.layers, state[None]):
+                    self.model(input_ids=window[None], use_cache=False)
 
     @contextmanager
     def layer(self, index: int, weights: Weights) -> Iterator[nn.Module]:
@@ -198,6 +239,18 @@ def _recording(layers: nn.ModuleList) -> Iterator[list[tuple[Tensor, _Call]]]:
         layer.forward = record
     try:
         yield calls
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+@contextmanager
+def _giving(layers: nn.ModuleList, output: Tensor) -> Iterator[None]:
+    """Make each layer give `output`, whatever comes to it."""
+    for layer in layers:
+        layer.forward = lambda *_, **__: output
+    try:
+        yield
     finally:
         for layer in layers:
             del layer.forward

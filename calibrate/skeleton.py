@@ -10,6 +10,7 @@ from qtool.core.checkpoint import Checkpoint
 from qtool.errors import QtoolError, UsageError
 
 PREFIX = "model.layers"
+HEAD = "lm_head"
 
 COMPUTED = "rotary_emb.inv_freq"
 """Stored by old checkpoints, computed from the config by today's engines."""

@@ -52,7 +52,7 @@ class LoadedLayer:
 
     def weight(self, module: str) -> Tensor:
         """The weight [N, K] of a linear by its full name."""
-        return self.module.get_parameter(f"{module.removeprefix(self.prefix + '.')}.weight")
+        return self.module.get_parameter(f"{module}.weight".removeprefix(f"{self.prefix}."))
 
 
 @torch.no_grad()

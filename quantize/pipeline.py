@@ -8,17 +8,17 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtool.calibrate.layers import LayerRunner
-from qtool.calibrate.skeleton import PREFIX
+from qtool.calibrate.skeleton import HEAD, PREFIX
 from qtool.calibrate.text import digest, load_records
 from qtool.calibrate.windows import calibration_windows, check_vocabulary, load_tokenizer
 from qtool.core.checkpoint import COMPANIONS, Checkpoint
 from qtool.core.files import refuse_existing, sha256
 from qtool.core.formats import compressed_tensors
 from qtool.core.manifest import Manifest, versions
-from qtool.core.recipe import Recipe
+from qtool.core.recipe import Quantization, Recipe, matches
 from qtool.errors import UsageError
 from qtool.quantize.plan import Plan, assign
 from qtool.quantize.progress import Report, silent
@@ -65,6 +65,7 @@ def quantize_checkpoint(
             versions=versions(),
             seed=recipe.calibration.seed,
             linears=records,
+            untied_head=runner.tied and HEAD in records,
             seconds=time.monotonic() - started,
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
@@ -75,8 +76,9 @@ def quantize_checkpoint(
 
 def _plan(recipe: Recipe, runner: LayerRunner) -> Plan:
     linears = {name: linear.in_features for name, linear in runner.linears().items()}
+    _refuse_embeddings(recipe.quantization, runner)
     assigned = assign(recipe.quantization, linears)
-    outside = [module for module in assigned if not module.startswith(f"{PREFIX}.")]
+    outside = [module for module in assigned if module != HEAD and not module.startswith(f"{PREFIX}.")]
     if outside:
         raise UsageError(
             f"quantization.rules: {outside[0]} lies outside {PREFIX} and stays in full precision; "
@@ -84,6 +86,19 @@ def _plan(recipe: Recipe, runner: LayerRunner) -> Plan:
         )
     kv_cache = recipe.quantization.kv_cache
     return Plan(assigned, None if kv_cache is None else kv_cache.scheme)
+
+
+def _refuse_embeddings(quantization: Quantization, runner: LayerRunner) -> None:
+    """Say why, where a target means an embedding table alone: it is no linear, so none would match."""
+    tables = [name for name, part in runner.model.named_modules() if isinstance(part, nn.Embedding)]
+    for target in [target for rule in quantization.rules for target in rule.targets]:
+        table = next((name for name in tables if matches(target, name)), None)
+        if table is not None and not any(matches(target, name) for name in runner.linears()):
+            raise UsageError(
+                f"quantization.rules: target {target!r} is {table}, which stays in full precision, since "
+                f"engines look tokens up in plain tables; {HEAD} can be quantized"
+                + (", which then gets a matrix of its own" if runner.tied else "")
+            )
 
 
 def _windows(source: Checkpoint, recipe: Recipe) -> tuple[Tensor, str]:
@@ -105,14 +120,16 @@ def _fingerprint(recipe: Recipe, inputs: Mapping[str, str]) -> str:
 def _write_checkpoint(
     runner: LayerRunner, plan: Plan, work: WorkFolder, folder: Path, shard_bytes: int
 ) -> None:
-    source = runner.checkpoint
-    tensors = [lazy(name, source.tensor) for name in sorted(source) if not name.startswith(f"{PREFIX}.")]
-    for index in range(len(runner)):
+    source, parts = runner.checkpoint, [f"{PREFIX}."] + ([f"{HEAD}."] if HEAD in plan.assigned else [])
+    tensors = [lazy(name, source.tensor) for name in sorted(source) if not name.startswith(tuple(parts))]
+    for index in range(len(runner) + len(parts) - 1):
         tensors += work.tensors(index)
     write_weights(folder, tensors, shard_bytes)
     dense = [module for module in runner.linears() if module not in plan.assigned]
     schemes = {module: one.computes_with for module, one in plan.assigned.items()}
     config = source.config | {"quantization_config": compressed_tensors.config(schemes, dense, plan.kv_cache)}
+    if HEAD in schemes:
+        config["tie_word_embeddings"] = False
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in COMPANIONS:
         if (source.path / name).is_file():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from qtool.calibrate.kv import KvRanges, KvRounding
 from qtool.calibrate.layers import LayerRunner, checkpoint_weights
 from qtool.calibrate.replay import Replay
-from qtool.calibrate.skeleton import COMPUTED, PREFIX
+from qtool.calibrate.skeleton import COMPUTED, HEAD, PREFIX
 from qtool.calibrate.statistics import Collector, InputStatistics
 from qtool.core.activation import Activation
 from qtool.core.checkpoint import Checkpoint
@@ -18,6 +18,7 @@ from qtool.core.formats.kv_cache import KvLayout
 from qtool.core.manifest import LinearRecord
 from qtool.errors import QtoolError, UsageError
 from qtool.quantize.correction import measure_error
+from qtool.quantize.head import quantize_head
 from qtool.quantize.layer import LoadedLayer, QuantizedLayer, quantize_layer
 from qtool.quantize.plan import Assignment, Plan
 from qtool.quantize.progress import Report
@@ -27,8 +28,10 @@ from qtool.quantize.work import WorkFolder, attention_of
 def run_layers(
     runner: LayerRunner, windows: Tensor, plan: Plan, work: WorkFolder, progress: Report
 ) -> dict[str, LinearRecord]:
-    """Finish every layer that `work` does not hold yet; the records of all of them."""
-    progress(0, len(runner), None)
+    """Finish every layer that `work` does not hold yet, and then the head; the records of all of them."""
+    last, head = len(runner) - 1, plan.assigned.get(HEAD)
+    total = len(runner) + (head is not None)
+    progress(0, total, None)
     hidden = runner.embed(windows)
     reference = hidden.clone() if plan.corrects else None
     records: dict[str, LinearRecord] = {}
@@ -41,12 +44,21 @@ def run_layers(
                 runner.advance(index, reference)
         finished = work.records(index)
         records |= finished
-        if index + 1 < len(runner):
+        if index < last or head is not None:
             with attention.playing():
                 _advance(runner, index, hidden, plan, work)
-        sqnr = [record.sqnr_db for record in finished.values()]
-        progress(index + 1, len(runner), sum(sqnr) / len(sqnr) if sqnr else None)
+        progress(index + 1, total, _mean_db(finished))
+    if head is not None:
+        if not work.has(last + 1):
+            work.save(last + 1, quantize_head(runner, windows, hidden, head))
+        finished = work.records(last + 1)
+        records |= finished
+        progress(total, total, _mean_db(finished))
     return records
+
+
+def _mean_db(records: Mapping[str, LinearRecord]) -> float | None:
+    return sum(one.sqnr_db for one in records.values()) / len(records) if records else None
 
 
 def _attention(runner: LayerRunner, index: int, plan: Plan) -> Replay:

@@ -63,6 +63,8 @@ class Manifest(BaseModel):
     versions: dict[str, str]
     seed: int
     linears: dict[str, LinearRecord]
+    untied_head: bool = False
+    """lm_head was the embedding table, and has become a matrix of its own."""
     seconds: float
     """Wall time of the run that finished it; layers that an interrupted run left behind are not counted."""
     peak_memory_bytes: int
