@@ -21,6 +21,7 @@ from qtool.cli.inspect import inspect
 from qtool.cli.quantize import quantize
 from qtool.cli.run import run
 from qtool.cli.serve import serve
+from qtool.cli.skip_layers import skip_layers
 from qtool.cli.spec_report import spec_report
 from qtool.cli.train_draft import train_draft
 
@@ -37,6 +38,7 @@ app.command()(serve)
 app.command()(run)
 app.command()(batch)
 app.command("spec-report")(spec_report)
+app.command("skip-layers")(skip_layers)
 app.add_typer(recipe.app, name="recipe")
 
 
