@@ -31,17 +31,19 @@ class StepLoad:
 class StepTimeModel:
     """Milliseconds of a step = fixed + a · tokens + b · context + c · sequences, none of them negative.
 
-    Weighted least squares over the normal equations: each step counts by the inverse square of its time, so
-    that errors are relative, and less with every step after it (Haykin, Adaptive Filter Theory, chapter on
-    recursive least squares). The sweep's equations do not fade, so that directions in which load does not
-    move (all steps decode, say) stay determined; they follow a machine that gets slower or faster as a whole.
+    Weighted least squares over the normal equations: each step counts by the inverse square of its expected
+    time, so that errors are relative, and less with every step after it (Haykin, Adaptive Filter Theory,
+    chapter on recursive least squares). By the time that it took, a step that was held up would hardly count,
+    and what is foretold would be below the mean. The sweep's equations do not fade, so that directions in
+    which load does not move (all steps decode, say) stay determined; they follow a machine that gets slower
+    or faster as a whole.
     """
 
     def __init__(self, sweep: Sequence[tuple[StepLoad, float]]) -> None:
         """`sweep` holds loads and the milliseconds that they took."""
         self._sweep = _Equations()
         for load, ms in sweep:
-            self._sweep.add(load, ms)
+            self._sweep.add(load, ms, ms)
         self._sweep.scale(_SWEEP_WEIGHT / len(sweep))
         self._recent = _Equations()
         self._at_start = self._coefficients = self._fit(1.0)
@@ -57,7 +59,7 @@ class StepTimeModel:
         foretold = max(_dot(self._at_start, _features(load)), 1e-6)
         self._pace += (1 - _FORGETTING) * (ms / foretold - self._pace)
         self._recent.scale(_FORGETTING)
-        self._recent.add(load, ms)
+        self._recent.add(load, ms, self.predict_ms(load))
         self._coefficients = self._fit(self._pace)
 
     def _fit(self, pace: float) -> Vector:
@@ -85,9 +87,9 @@ class _Equations:
         self.normal: Matrix = [[0.0] * size for _ in range(size)]
         self.moment: Vector = [0.0] * size
 
-    def add(self, load: StepLoad, ms: float) -> None:
+    def add(self, load: StepLoad, ms: float, expected_ms: float) -> None:
         features = _features(load)
-        weight = 1 / max(ms, 1e-3) ** 2
+        weight = 1 / max(expected_ms, 1e-3) ** 2
         for i, x in enumerate(features):
             self.moment[i] += weight * x * ms
             for j, y in enumerate(features):

@@ -96,6 +96,22 @@ def test_the_model_finds_the_coefficients_and_follows_a_machine_that_slows_down(
     assert model.predict_ms(unseen) == pytest.approx(slow(unseen, 30), rel=0.15)
 
 
+def test_steps_that_are_held_up_count_as_much_as_the_others() -> None:
+    generator = np.random.default_rng(1)
+    loads = [StepLoad(n, 50 * n, n) for n in (1, 2, 4, 8)]
+    model = StepTimeModel([(load, 10.0 + load.tokens) for load in loads])
+    for step in range(2000):
+        held_up = 4.0 if generator.random() < 0.25 else 1.0
+        load = loads[step % 4]
+        model.update(load, (10.0 + load.tokens) * held_up)
+    foretold = []
+    for step in range(400):  # what is foretold moves with the last fifty steps: its mean is judged
+        load = loads[step % 4]
+        foretold.append(model.predict_ms(load) / (10.0 + load.tokens))
+        model.update(load, (10.0 + load.tokens) * (4.0 if generator.random() < 0.25 else 1.0))
+    assert np.mean(foretold) == pytest.approx(0.75 * 1 + 0.25 * 4, rel=0.1)
+
+
 def test_no_load_is_ever_predicted_to_save_time() -> None:
     generator = np.random.default_rng(0)
     sweep = [(StepLoad(n, n, 1 + n % 3), float(generator.uniform(5, 6))) for n in range(1, 20)]
