@@ -94,6 +94,8 @@ class Speculator:
         self._owners: dict[int, Drafter] = {}
         """Who drafted, by sequence, in the step that runs."""
         self._last_probe = clock()
+        self._probe_ms = 0.0
+        """What the last one took, with all that the drafter had to take in first."""
         self._num_drafted = 0
         """Steps with drafts since one had none."""
 
@@ -110,7 +112,10 @@ class Speculator:
         rooms = scheduler.room_for_drafts(plan)
         if rooms:
             self._draft(scheduler, plan, rooms)
-        return self._clock() - start
+        seconds = self._clock() - start
+        if self._last_probe > start:
+            self._probe_ms += 1000 * seconds
+        return seconds
 
     def _draft(self, scheduler: Scheduler, plan: Plan, rooms: Sequence[tuple[int, int]]) -> None:
         sequences = [plan.chunks[place].sequence for place, _ in rooms]
@@ -226,9 +231,9 @@ class Speculator:
         before, after = self.times.predict_ms(rows, np.full(2, load.context, np.float64)).tolist()
         cost = drafter.expected_ms([DraftRequest(sequences[-1], tokens)]) + after - before
         now = self._clock()
-        if cost > _PROBING * 1000 * (now - self._last_probe):
+        if max(cost, self._probe_ms) > _PROBING * 1000 * (now - self._last_probe):
             return chosen, counts
-        self._last_probe = now
+        self._last_probe, self._probe_ms = now, after - before
         probed = [*chosen[:-1], _Option(drafter, None, [1.0] * tokens)]
         return probed, Allotment([*counts.counts[:-1], tokens], counts.tokens_per_ms)
 
