@@ -1,5 +1,8 @@
 """Draft heads as drafters: they draft what they were trained to, and no answer is another by them."""
 
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,21 +13,24 @@ from qtool.compile.backends.reference import Tokens
 from qtool.compile.build import compile_engine
 from qtool.compile.heads.config import HeadKind
 from qtool.compile.heads.eagle import draft
-from qtool.compile.heads.head import TOKENS, Head
+from qtool.compile.heads.head import TOKENS, Head, read_head
 from qtool.compile.heads.openvino import _Rounded
 from qtool.compile.heads.reference import DraftTraining, Unrolled
 from qtool.errors import UsageError
 from qtool.runtime.engines import open_engine
-from qtool.runtime.engines.contract import Engine, Step
+from qtool.runtime.engines.contract import Engine, Floats, Step
 from qtool.runtime.loop import EngineLoop
-from qtool.runtime.request import SamplingParams
+from qtool.runtime.request import SamplingParams, SequenceState
 from qtool.runtime.scheduler import SchedulerConfig
-from qtool.runtime.speculation.contract import Drafter
+from qtool.runtime.speculation import tree
+from qtool.runtime.speculation.choosing import Chooser
+from qtool.runtime.speculation.contract import ROOT, Draft, Drafter, DraftRequest, Seen
 from qtool.runtime.speculation.draft_openvino import OpenVinoLayer
 from qtool.runtime.speculation.draft_torch import TorchLayer
 from qtool.runtime.speculation.eagle import EagleDrafter
 from qtool.runtime.speculation.heads import open_heads
 from qtool.runtime.speculation.speculator import Speculator
+from qtool.runtime.speculation.training.features import hidden_of
 from tests.runtime.heads import seeded_head
 
 KINDS: list[HeadKind] = ["medusa", "eagle", "eagle3"]
@@ -102,12 +108,12 @@ def test_the_compiled_layer_is_the_torch_one_with_weights_in_8_bits(
         TorchLayer(Head(head.config, tensors), num_tokens=96),
     )
     features = np.random.default_rng(1).normal(size=(20, 96)).astype(np.float32)
-    tree = np.tri(4, dtype=np.bool_)
-    tree[2, 1] = tree[3, 2] = False
+    mask = np.tri(4, dtype=np.bool_)
+    mask[2, 1] = mask[3, 2] = False
     for step, part in (
         (step_of(TOKENS_A[:14], list(range(14)), 0), features[:14]),
         (step_of(TOKENS_A[14:15], [14], 14), features[14:15]),
-        (step_of(TOKENS_A[15:19], [15, 16, 16, 17], 15, [tree]), features[15:19]),
+        (step_of(TOKENS_A[15:19], [15, 16, 16, 17], 15, [mask]), features[15:19]),
     ):
         compiled, exact = (layer.run(step, part) for layer in layers)
         assert np.abs(compiled.logits - exact.logits).max() < 1e-3 * np.abs(exact.logits).max()
@@ -185,9 +191,7 @@ def test_drawn_drafts_come_from_the_distributions_that_they_name(folder: Path, t
 def test_heads_say_what_they_need_of_an_engine(folder: Path, tiny: Path, tmp_path: Path) -> None:
     compile_engine(tiny, "openvino", tmp_path / "engine")
     engine = open_engine(tmp_path / "engine", kv_cache_tokens=64, threads=1)
-    with pytest.raises(
-        UsageError, match="read hidden states of final, and the engine gives none; compile"
-    ):
+    with pytest.raises(UsageError, match="read hidden states of final, and the engine gives none; compile"):
         open_heads(folder, engine)
 
 
@@ -199,3 +203,81 @@ def test_a_sequence_that_ended_leaves_nothing_in_the_layers_pool(folder: Path, t
     serve(engine, drafter, SamplingParams(max_tokens=9, temperature=0))
     assert drafter._blocks.num_free == drafter._blocks.num_blocks
     assert not drafter._lanes
+
+
+def by_hand(head: Head, tokens: list[int], hidden: Floats, path: Sequence[int]) -> list[list[int]]:
+    """The head's tokens, the likeliest first, after `tokens`, whose hidden states but the last's are known,
+    and then after each token of `path`: by the layer alone."""
+    features = hidden
+    if head.config.kind == "eagle3":
+        features = hidden @ head.tensors["fc.weight"].float().numpy().T
+    layer, known = TorchLayer(head, num_tokens=96), head.tensors[TOKENS].numpy()
+    end = len(tokens)
+    result = layer.run(step_of(tokens[1:], list(range(1, end)), 0), features.astype(np.float32))
+    ranked = [known[(-result.logits[-1]).argsort(kind="stable")].tolist()]
+    for place, token in enumerate(path):
+        result = layer.run(step_of([token], [end + place], end - 1 + place), result.hidden[-1:])
+        ranked.append(known[(-result.logits[-1]).argsort(kind="stable")].tolist())
+    return ranked
+
+
+def paths(draft: Draft) -> list[list[int]]:
+    """The tokens from the root to each token of a draft."""
+    found: list[list[int]] = []
+    for place, token in enumerate(draft.tokens):
+        parent = place - 1 if draft.parents is None else draft.parents[place]
+        found.append([*(found[parent] if parent != ROOT else []), token])
+    return found
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("folder", ["eagle", "eagle3"], indirect=True)
+def test_drafts_are_those_of_the_whole_text_whatever_came_before(
+    folder: Path, width: int, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After chunks, rejections and preemption: what a drafter proposes that sees the text for the first time,
+    and what the layer says by hand along each path."""
+    monkeypatch.setattr(tree, "_LEAST", -np.inf)
+    engine, witness = (open_engine(tiny, kv_cache_tokens=160) for _ in range(2))
+    drafter, head = open_heads(folder, engine, width=width), read_head(folder)
+    propose, columns = drafter.propose, drafter._fuse.columns  # type: ignore[attr-defined]
+    num_checked = 0
+
+    def check(requests: Sequence[DraftRequest]) -> list[Draft]:
+        nonlocal num_checked
+        drafts = propose(requests)
+        for request, found in zip(requests, drafts, strict=True):
+            tokens = request.sequence.tokens
+            if not found:
+                continue
+            hidden = hidden_of(witness, tokens[:-1])
+            fresh = open_heads(folder, engine, width=width)
+            state = copy(request.sequence)
+            state.num_computed = len(tokens) - 1
+            fresh.observe([Seen(state, len(tokens) - 1, hidden)])
+            (anew,) = fresh.propose([replace(request, sequence=state)])
+            assert (found.tokens, found.parents) == (anew.tokens, anew.parents)
+            for path in paths(found):
+                ranked = by_hand(head, tokens, hidden[:, columns], path)
+                assert all(token in ranks[:width] for token, ranks in zip(path, ranked, strict=False))
+            num_checked += 1
+        return drafts
+
+    drafter.propose = check  # type: ignore[method-assign]
+    serve(engine, drafter, SamplingParams(max_tokens=16, temperature=0))
+    assert num_checked > 20
+
+
+def test_each_token_of_a_tree_sees_its_ancestors_and_itself() -> None:
+    generator = np.random.default_rng(0)
+    request = DraftRequest(SequenceState(0, [1, 2], SamplingParams(temperature=0)), 9)
+    grown = tree.Tree(request, Chooser(np.arange(9, dtype=np.int32), 9), 3)
+    grown.begin(generator.normal(size=9).astype(np.float32), np.zeros(2, np.float32))
+    for _ in range(2):
+        logits = generator.normal(size=(3, 9)).astype(np.float32)
+        grown.grow(logits, np.zeros((3, 2), np.float32))
+    mask, nodes = grown.rows().mask, grown._nodes
+    assert {node.parent for node in nodes} - {ROOT}
+    for place, node in enumerate(nodes):
+        ancestors = set() if node.parent == ROOT else set(np.flatnonzero(mask[node.parent]).tolist())
+        assert set(np.flatnonzero(mask[place]).tolist()) == ancestors | {place}
