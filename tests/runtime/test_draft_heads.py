@@ -268,7 +268,8 @@ def test_drafts_are_those_of_the_whole_text_whatever_came_before(
     assert num_checked > 20
 
 
-def test_each_token_of_a_tree_sees_its_ancestors_and_itself() -> None:
+def test_each_token_of_a_tree_sees_its_ancestors_and_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "_LEAST", -np.inf)
     generator = np.random.default_rng(0)
     request = DraftRequest(SequenceState(0, [1, 2], SamplingParams(temperature=0)), 9)
     grown = tree.Tree(request, Chooser(np.arange(9, dtype=np.int32), 9), 3)
