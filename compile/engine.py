@@ -43,6 +43,12 @@ class EngineSpec(BaseModel):
     checkpoint: dict[str, str]
     """sha256 of the source checkpoint's files, by name."""
 
+    @property
+    def takes_trees(self) -> bool:
+        """Whether one step verifies trees of drafts, and not chains alone: OpenVINO's keys of 8 bits share
+        scales among the slots of a block, and its windows count slots, where a tree's positions differ."""
+        return self.target != "openvino" or (self.kv_cache != "u8" and self.window is None)
+
     def save(self, folder: Path) -> None:
         """Write ``engine.json`` into `folder`."""
         (folder / ENGINE).write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")

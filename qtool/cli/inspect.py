@@ -101,6 +101,9 @@ def _facts(found: "Inspection") -> "Table":
         rounded = found.engine.dynamic_quantization
         table.add_row("dynamic quantization", f"{rounded} inputs a scale" if rounded else "none")
         table.add_row("window", f"{found.engine.window} tokens" if found.engine.window else "none")
+        table.add_row("drafts verified", "chains and trees" if found.engine.takes_trees else "chains")
+        given = found.engine.hidden_states
+        table.add_row("hidden states", f"of {', '.join(map(str, given.layers))}" if given else "none")
         table.add_row(
             "built with", ", ".join(f"{name} {text}" for name, text in found.engine.versions.items())
         )

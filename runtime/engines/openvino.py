@@ -29,7 +29,7 @@ class OpenVinoEngine:
         self.block_size = spec.block_size
         self.num_blocks = num_blocks(kv_cache_tokens, spec.block_size, spec.kv_bytes_per_token)
         self.hidden_states = spec.hidden_states
-        self.takes_trees = spec.kv_cache != "u8" and spec.window is None
+        self.takes_trees = spec.takes_trees
         compiled = compile_model(path / MODEL, spec, threads)
         self._request = compiled.create_infer_request()
         self._inputs = {port.any_name: index for index, port in enumerate(compiled.inputs)}
