@@ -21,6 +21,7 @@ def main(
     drain_timeout: str,
     seconds_to_load: str,
     log_format: LogFormat = "text",
+    otlp_endpoint: str = "",
 ) -> int:
     """Print "loading" when the engine is asked for and the URL when it is served."""
 
@@ -37,7 +38,11 @@ def main(
             "model",
             load,
             lambda url: print(url, flush=True),
-            ServerSettings(drain_timeout_s=float(drain_timeout), log_format=log_format),
+            ServerSettings(
+                drain_timeout_s=float(drain_timeout),
+                log_format=log_format,
+                otlp_endpoint=otlp_endpoint or None,
+            ),
         )
     except QtoolError as error:
         return report(error)

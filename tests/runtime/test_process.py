@@ -25,6 +25,7 @@ def process(
     drain_timeout: float = 60,
     seconds_to_load: float = 0,
     log_format: str = "text",
+    otlp_endpoint: str = "",
 ) -> Iterator[subprocess.Popen[str]]:
     command = [
         sys.executable,
@@ -36,6 +37,7 @@ def process(
         str(drain_timeout),
         str(seconds_to_load),
         log_format,
+        otlp_endpoint,
     ]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,5 +1,6 @@
 """Traces: a span a request, by OpenTelemetry's conventions."""
 
+import signal
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from qtool.runtime.tokenizer import Tokenizer
 from tests.runtime.fake import FakeEngine
 from tests.runtime.served import Served, serving
 from tests.runtime.test_operations import COMPLETION
+from tests.runtime.test_process import process, url_of
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -146,22 +148,27 @@ class _CollectorServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Collector)
         self.received: list[tuple[str, dict[str, str], bytes]] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@pytest.fixture
+def collector() -> Iterator[_CollectorServer]:
+    with _CollectorServer() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
 
 
 def test_spans_reach_a_collector_over_otlp(
-    byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    collector: _CollectorServer, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=mine,team=a")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=t1")
-    with _CollectorServer() as collector:
-        threading.Thread(target=collector.serve_forever, daemon=True).start()
-        tracer = make_tracer(f"http://127.0.0.1:{collector.server_address[1]}/", "model")
-        observers = [tracer.record]
-        with serving(FakeEngine(num_blocks=64), byte_tokenizer, observers=observers) as served:
-            for _ in range(3):
-                assert httpx.post(f"{served.url}/v1/completions", json=COMPLETION).status_code == 200
-        tracer.close()
-        collector.shutdown()
+    tracer = make_tracer(f"{collector.url}/", "model")
+    with serving(FakeEngine(num_blocks=64), byte_tokenizer, observers=[tracer.record]) as served:
+        for _ in range(3):
+            assert httpx.post(f"{served.url}/v1/completions", json=COMPLETION).status_code == 200
+    tracer.close()
     ((path, headers, body),) = collector.received
     assert path == "/v1/traces"
     assert headers["x-tenant"] == "t1"
@@ -172,6 +179,17 @@ def test_spans_reach_a_collector_over_otlp(
     assert [span.name for span in spans] == ["text_completion model"] * 3
     attributes = {item.key: item.value for item in spans[0].attributes}
     assert attributes["gen_ai.usage.output_tokens"].int_value == 5
+
+
+def test_a_server_that_ends_sends_the_spans_it_still_holds(
+    collector: _CollectorServer, tokenizer_folder: Path
+) -> None:
+    with process(tokenizer_folder, 0, otlp_endpoint=collector.url) as server:
+        url = url_of(server)
+        assert httpx.post(f"{url}/v1/completions", json=COMPLETION).status_code == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(20) == 0
+    assert [path for path, _, _ in collector.received] == ["/v1/traces"]
 
 
 def test_without_the_package_or_with_no_url_the_server_does_not_start(
