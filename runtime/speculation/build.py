@@ -127,7 +127,7 @@ def _open(kind: Kind, path: Path, config: SpeculationConfig, engine: Engine, tok
             )
         from qtool.runtime.speculation.heads import open_heads
 
-        return open_heads(path, engine, width=config.tree_width, device=config.device)
+        return open_heads(path, engine, width=config.tree_width, device=config.device, threads=config.threads)
     refuse_other_vocabulary(tokenizer, Tokenizer.load(path), engine.vocab_size)
     kv_cache_tokens = config.kv_cache_tokens or engine.num_blocks * engine.block_size
     draft = open_engine(path, kv_cache_tokens=kv_cache_tokens, threads=config.threads, device=config.device)

@@ -27,6 +27,7 @@ class Chooser:
             row, tokens = adjusted(self._spread(logits), sequence, drafted), None
         else:
             row, tokens = logits, self._tokens
+        count = min(count, len(row))
         best = np.argpartition(row, -count)[-count:] if count > 1 else np.array([row.argmax()])
         best = best[np.argsort(-row[best], kind="stable")]
         highest = row[best[0]]

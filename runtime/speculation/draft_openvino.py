@@ -9,7 +9,7 @@ from qtool.runtime.engines.openvino import OpenVinoEngine
 
 
 class OpenVinoLayer:
-    """The engine's driver, and one more input. One layer of a small model is too little for many threads."""
+    """The engine's driver, and one more input."""
 
     def __init__(self, folder: Path, *, num_tokens: int, threads: int | None = None) -> None:
         self._engine = OpenVinoEngine(folder, kv_cache_tokens=num_tokens, threads=threads)

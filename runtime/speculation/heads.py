@@ -19,7 +19,9 @@ from qtool.runtime.speculation.medusa import MedusaDrafter
 WEIGHTS = "head.safetensors"
 
 
-def open_heads(path: Path, engine: Engine, *, width: int = 1, device: str | None = None) -> Drafter:
+def open_heads(
+    path: Path, engine: Engine, *, width: int = 1, device: str | None = None, threads: int | None = None
+) -> Drafter:
     """A drafter over the heads in `path`, for `engine`: compiled ones, what ``qtool train-draft`` wrote, or
     heads in a published layout that lack nothing. `width` above 1 drafts trees.
 
@@ -45,7 +47,7 @@ def open_heads(path: Path, engine: Engine, *, width: int = 1, device: str | None
             tensors["fc.weight"].astype(np.float32),
             None if bias is None else bias.astype(np.float32),
         )
-    layer = _open_layer(path, engine.num_blocks * engine.block_size, device)
+    layer = _open_layer(path, engine.num_blocks * engine.block_size, device, threads)
     return EagleDrafter(config.kind, layer, fusion, chooser, width=width)
 
 
@@ -71,12 +73,12 @@ def _names(layers: tuple[HiddenLayer, ...]) -> str:
     return ",".join(map(str, layers))
 
 
-def _open_layer(path: Path, num_tokens: int, device: str | None) -> DraftLayer:
+def _open_layer(path: Path, num_tokens: int, device: str | None, threads: int | None) -> DraftLayer:
     """The graph of a compiled head, else its weights in torch."""
     if (path / ENGINE).is_file():
         from qtool.runtime.speculation.draft_openvino import OpenVinoLayer
 
-        return OpenVinoLayer(path, num_tokens=num_tokens)
+        return OpenVinoLayer(path, num_tokens=num_tokens, threads=threads)
     from qtool.compile.heads.head import read_head
     from qtool.runtime.speculation.draft_torch import TorchLayer
 

@@ -13,6 +13,8 @@ from qtool.runtime.speculation.contract import EMPTY, Draft, DraftRequest, Seen
 from qtool.runtime.speculation.pace import Pace
 from qtool.runtime.speculation.tree import Tree
 
+_SHARED = "lm_head.weight"
+
 
 class MedusaDrafter:
     """Medusa-1 heads (Cai et al. 2024, section 2.1), in numpy.
@@ -45,40 +47,56 @@ class MedusaDrafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """A draft where the hidden state of the token before the last is known."""
-        with self._pace.measuring(max(request.num_tokens for request in requests)):
-            return [self._propose(request) for request in requests]
+        depth = min(max(request.num_tokens for request in requests), self.max_tokens)
+        with self._pace.measuring(depth):
+            drafts: list[Draft] = [EMPTY] * len(requests)
+            ready = [place for place, request in enumerate(requests) if self._is_known(request)]
+            if not ready:
+                return drafts
+            hidden = np.stack([self._hidden[requests[place].sequence.id][1] for place in ready])
+            for place, state, logits in zip(ready, hidden, self._logits(hidden, depth), strict=True):
+                drafts[place] = self._draft(requests[place], state, logits)
+            return drafts
 
-    def _propose(self, request: DraftRequest) -> Draft:
+    def _is_known(self, request: DraftRequest) -> bool:
         known = self._hidden.get(request.sequence.id)
-        if known is None or known[0] != len(request.sequence.tokens) - 1:
-            return EMPTY
+        return known is not None and known[0] == len(request.sequence.tokens) - 1
+
+    def _draft(self, request: DraftRequest, hidden: Floats, logits: Floats) -> Draft:
         tree = Tree(request, self._chooser, self._width)
         try:
-            tree.begin(self._logits(known[1], 0), known[1])
-            head = 1
-            while tree.grows and head < self.max_tokens:
-                logits = self._logits(known[1], head)
+            tree.begin(logits[0], hidden)
+            for ahead in logits[1:]:
+                if not tree.grows:
+                    break
                 count = len(tree.rows().frontier)
-                tree.grow(np.repeat(logits[None], count, 0), np.repeat(known[1][None], count, 0))
-                head += 1
+                tree.grow(np.repeat(ahead[None], count, 0), np.repeat(hidden[None], count, 0))
         finally:
             tree.leave()
         return tree.draft()
 
-    def _logits(self, hidden: Floats, head: int) -> Floats:
+    def _logits(self, hidden: Floats, depth: int) -> Floats:
+        """[B, depth, draft vocabulary] of the first heads; one product where they share the output matrix."""
+        states = np.stack([self._residual(hidden, head) for head in range(depth)], axis=1)
+        if _SHARED in self._tensors:
+            logits: Floats = states.reshape(-1, states.shape[-1]) @ self._tensors[_SHARED].T
+            return logits.reshape(*states.shape[:2], -1)
+        outputs = [self._tensors[f"heads.{head}.lm_head.weight"] for head in range(depth)]
+        return np.stack([states[:, head] @ output.T for head, output in enumerate(outputs)], axis=1)
+
+    def _residual(self, hidden: Floats, head: int) -> Floats:
+        """What a head makes of hidden states [B, hidden]."""
         for block in range(self._config.num_blocks):
             name = f"heads.{head}.{block}"
-            inner = self._tensors[f"{name}.weight"] @ hidden
+            inner = hidden @ self._tensors[f"{name}.weight"].T
             if f"{name}.bias" in self._tensors:
                 inner = inner + self._tensors[f"{name}.bias"]
             hidden = hidden + inner / (1 + np.exp(-inner))
-        output = self._tensors.get(f"heads.{head}.lm_head.weight", self._tensors.get("lm_head.weight"))
-        logits: Floats = output @ hidden  # type: ignore[operator] # `head.check` saw to it that one is there
-        return logits
+        return hidden
 
     def expected_ms(self, requests: Sequence[DraftRequest]) -> float:
         """Going by how long heads took."""
-        return self._pace.expected_ms(max(request.num_tokens for request in requests)) * len(requests)
+        return self._pace.expected_ms(min(max(request.num_tokens for request in requests), self.max_tokens))
 
     def observe(self, seen: Sequence[Seen]) -> None:
         """Keep the last hidden state."""
