@@ -11,8 +11,9 @@ from qtool.runtime.steptime import StepLoad
 
 Doubles = NDArray[np.float64]
 
-_GUESS = 0.25
-"""Acceptance of a first token that was never tried; trying is somebody else's business."""
+CAUTIOUS, HOPEFUL = 0.25, 0.6
+"""Acceptance of a first token that was never tried: of drafts that are judged without being verified, and of
+others, which have to be tried to be known."""
 _GUESS_WEIGHT = 2.0
 """Of what is expected without trying, in drafts."""
 _MARGIN = 1.03
@@ -27,9 +28,10 @@ class Acceptance:
     In a chain the rate falls from place to place: a token is accepted only if those before it are.
     """
 
-    def __init__(self, memory: int) -> None:
-        """`memory` is how many drafts count, more or less."""
+    def __init__(self, memory: int, guess: float = CAUTIOUS) -> None:
+        """`memory` is how many drafts count, more or less; `guess` is the first place's rate before any."""
         self._keep = 1 - 1 / memory
+        self._guess = guess
         self._proposed: list[float] = []
         self._accepted: list[float] = []
 
@@ -53,7 +55,7 @@ class Acceptance:
         the first place's rate.
         """
         rates: list[float] = []
-        last, factor = 1.0, _GUESS
+        last, factor = 1.0, self._guess
         for place in range(count):
             guess = last * factor if expected is None else expected[place]
             proposed = self._proposed[place] if place < len(self._proposed) else 0.0

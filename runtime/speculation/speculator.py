@@ -14,10 +14,10 @@ from qtool.runtime.request import SequenceState
 from qtool.runtime.scheduler import Chunk, Plan, Scheduler
 from qtool.runtime.speculation.constrained import allowed_length
 from qtool.runtime.speculation.contract import EMPTY, Draft, Drafter, DraftRequest, Seen
-from qtool.runtime.speculation.decide import Acceptance, Allotment, StepTimes, allot
+from qtool.runtime.speculation.decide import CAUTIOUS, HOPEFUL, Acceptance, Allotment, StepTimes, allot
 from qtool.runtime.steptime import StepLoad
 
-_MEMORY = 200
+_MEMORY = 100
 _OWN_MEMORY = 12
 _PROBING = 0.01
 """Share of the time that may go into drafting where it should not pay, to see whether it does by now."""
@@ -89,7 +89,7 @@ class Speculator:
         self._vocab_size = vocab_size
         self._num_tokens = num_tokens
         self._clock = clock
-        self._overall: dict[tuple[str, int], Acceptance] = defaultdict(lambda: Acceptance(_MEMORY))
+        self._overall: dict[tuple[str, int], Acceptance] = {}
         self._records: dict[int, _Record] = {}
         self._owners: dict[int, Drafter] = {}
         """Who drafted, by sequence, in the step that runs."""
@@ -168,7 +168,8 @@ class Speculator:
                 draft = self._followable(draft, sequences[place])
                 if not draft:
                     continue
-                rates = self._rates(drafter, self._record(sequences[place]), draft.kind, len(draft))
+                key = drafter.name, draft.kind
+                rates = self._rates(key, CAUTIOUS, self._record(sequences[place]), len(draft))
                 option = _Option(drafter, draft, rates)
                 best[place] = _better(best[place], option)
         return best
@@ -192,7 +193,7 @@ class Speculator:
         """Ask a drafter that costs something instead, where that promises more tokens a second."""
         depth = min(drafter.max_tokens, max(limits))
         rates = [
-            self._rates(drafter, self._record(sequence), 0, min(depth, limit))
+            self._rates((drafter.name, 0), HOPEFUL, self._record(sequence), min(depth, limit))
             for sequence, limit in zip(sequences, limits, strict=True)
         ]
         for tokens in range(1, depth + 1) if self._num_tokens is None else [depth]:
@@ -274,10 +275,10 @@ class Speculator:
                 drafts[place] = draft
         return drafts
 
-    def _rates(self, drafter: Drafter, record: _Record, kind: int, count: int) -> list[float]:
-        key = drafter.name, kind
+    def _rates(self, key: tuple[str, int], guess: float, record: _Record, count: int) -> list[float]:
+        """Of drafts of one drafter and kind for one sequence."""
         own = record.acceptance.get(key)
-        overall = self._overall[key].rates(count)
+        overall = self._overall.setdefault(key, Acceptance(_MEMORY, guess)).rates(count)
         return overall if own is None else own.rates(count, overall)
 
     def _record(self, sequence: SequenceState) -> _Record:
@@ -323,7 +324,7 @@ class Speculator:
         sequence.num_accepted += len(path)
         sequence.num_rejected += len(draft) - len(path)
         key = self._owners[sequence.id].name, draft.kind
-        self._overall[key].update(len(draft), path)
+        self._overall.setdefault(key, Acceptance(_MEMORY)).update(len(draft), path)
         self._record(sequence).acceptance[key].update(len(draft), path)
 
     def _followed(self, shadow: _Shadow, record: _Record, tokens: Sequence[int]) -> _Shadow | None:

@@ -6,8 +6,17 @@ import numpy as np
 
 from qtool.runtime.request import SequenceState
 from qtool.runtime.speculation.contract import EMPTY, ROOT, Draft, DraftRequest, Seen
+from qtool.runtime.speculation.decide import StepTimes
+from qtool.runtime.steptime import StepLoad
 
 Guess = Callable[[np.random.Generator, DraftRequest], Draft]
+
+
+class Steady(StepTimes):
+    """Step times that are as they were said to be, whatever the fake engine's steps take."""
+
+    def update(self, load: StepLoad, ms: float) -> None:
+        pass
 
 
 class ScriptedDrafter:

@@ -13,7 +13,7 @@ from qtool.runtime.scheduler import SchedulerConfig
 from qtool.runtime.speculation.decide import Acceptance, StepTimes, allot
 from qtool.runtime.speculation.speculator import Speculator
 from qtool.runtime.steptime import StepLoad
-from tests.runtime.drafters import ScriptedDrafter, knowing
+from tests.runtime.drafters import ScriptedDrafter, Steady, knowing
 from tests.runtime.fake import FakeEngine, greedy
 from tests.runtime.test_speculation_loop import run
 
@@ -125,11 +125,10 @@ class Clock:
 def test_a_drafter_that_costs_is_asked_where_it_pays_and_else_rarely(ms: float, right: float) -> None:
     engine = FakeEngine(num_blocks=200, max_context=1000)
     drafter = ScriptedDrafter(knowing(lambda text, n: greedy(engine, list(text), n), 320, right), ms=ms)
-    flat = curve((1, 10.0), (32, 10.5))
+    flat = Steady([(StepLoad(1, 0, 1), 10.0), (StepLoad(32, 0, 1), 10.5)])
     clock = Clock()
     using = Speculator([drafter], flat, 320, clock=clock)
     params = SamplingParams(max_tokens=450, temperature=0)
-    flat.update = lambda load, ms: None  # type: ignore[method-assign]  # the fake's own times say nothing
     found, steps = run(engine, [([5, 6, 7], params)], using, SchedulerConfig(4, 64))
     assert [output.token for output in found[0]] == greedy(engine, [5, 6, 7], 450)
     drafted = [bool(step.speculation and step.speculation.drafted) for step in steps]

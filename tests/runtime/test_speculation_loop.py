@@ -19,7 +19,7 @@ from qtool.runtime.speculation.decide import StepTimes
 from qtool.runtime.speculation.ngram import NgramDrafter
 from qtool.runtime.speculation.speculator import Speculator
 from qtool.runtime.steptime import StepLoad
-from tests.runtime.drafters import Guess, ScriptedDrafter, drawing, knowing, rubbish
+from tests.runtime.drafters import Guess, ScriptedDrafter, Steady, drawing, knowing, rubbish
 from tests.runtime.fake import FakeEngine, greedy
 from tests.runtime.test_speculation_verify import bound, chi_square
 
@@ -395,7 +395,7 @@ def test_copied_text_of_a_model_that_repeats_itself_is_accepted() -> None:
     engine = LoopingEngine()
     params = SamplingParams(max_tokens=60, temperature=0)
     wanted = greedy(engine, [5, 6, 7], 60)
-    found, steps = run(engine, [([5, 6, 7], params)], speculator(NgramDrafter(), None))
+    found, steps = run(engine, [([5, 6, 7], params)], Speculator([NgramDrafter()], Steady(FLAT), 320))
     assert tokens(found) == [wanted]
     assert len(steps) < 30
 
@@ -403,8 +403,7 @@ def test_copied_text_of_a_model_that_repeats_itself_is_accepted() -> None:
 def test_no_drafts_are_verified_where_steps_cost_more_than_they_bring() -> None:
     steep = [(StepLoad(rows, rows * rows // 2, 1), 10.0 * rows) for rows in (1, 2, 4, 8, 16, 32)]
     engine = TreeEngine()
-    using = Speculator([ScriptedDrafter(guess_for("half right", engine))], StepTimes(steep), 320)
+    using = Speculator([ScriptedDrafter(guess_for("half right", engine))], Steady(steep), 320)
     found, steps = run(engine, [([5, 6, 7], GREEDY)], using)
     assert tokens(found) == [greedy(engine, [5, 6, 7], 12)]
-    # The model of step times learns that the fake's steps cost nearly nothing, all rows alike, but slowly.
     assert all(step.load.tokens == 1 for step in steps[1:])
