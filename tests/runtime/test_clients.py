@@ -72,6 +72,7 @@ def test_langchain_reads_calls_of_tools(tokenizer: Tokenizer) -> None:
             assert (call["name"], call["args"]) == ("weather", {"city": "Paris", "days": 3})
 
 
+@pytest.mark.filterwarnings("ignore")  # its own, of its dependencies
 def test_litellm_chats_and_completes(served: Served[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     litellm = pytest.importorskip("litellm")
