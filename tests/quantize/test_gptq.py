@@ -17,9 +17,9 @@ SCHEMES = [
 ]
 
 
-def statistics_of(moment: Tensor) -> InputStatistics:
+def statistics_of(moment: Tensor, tokens: int = 1_000_000) -> InputStatistics:
     magnitude = moment.diagonal().sqrt()
-    return InputStatistics(moment, magnitude, -magnitude, magnitude, 1000)
+    return InputStatistics(moment, magnitude, -magnitude, magnitude, tokens)
 
 
 def correlated() -> Tensor:
@@ -55,6 +55,22 @@ def test_its_output_error_is_well_below_rounding_for_correlated_inputs(
     nearest = rtn(weight, scheme, torch.float16)
     errors = [seen.output_power(one.dequantize() - weight) for one in (found, nearest)]
     assert errors[0] < 0.6 * errors[1]
+
+
+def test_it_does_not_fit_the_noise_of_few_tokens() -> None:
+    torch.manual_seed(1)
+    weight, mixing = torch.randn(40, 96), torch.randn(96, 96) / 10
+    x = torch.randn(150, 96) @ mixing
+    moment, truth = x.T @ x / len(x), statistics_of(mixing.T @ mixing)
+    trusting, wary = (
+        gptq(weight, statistics_of(moment, tokens), SCHEMES[0], Gptq(), torch.float16)
+        for tokens in (1_000_000, 150)
+    )
+    assert statistics_of(moment).output_power(trusting.dequantize() - weight) < statistics_of(
+        moment
+    ).output_power(wary.dequantize() - weight)
+    lost = [truth.output_power(one.dequantize() - weight) for one in (trusting, wary)]
+    assert lost[1] < lost[0]
 
 
 def test_the_block_size_changes_the_order_of_the_sums_and_nothing_else() -> None:
