@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from qtool.compile.heads.config import HeadKind
@@ -17,10 +18,12 @@ from qtool.runtime.request import SamplingParams
 from qtool.runtime.speculation.heads import open_heads
 from qtool.runtime.speculation.training.corpus import CorpusOptions, read_seeds
 from qtool.runtime.speculation.training.features import collect, hidden_of, read_shard
+from qtool.runtime.speculation.training.network import Batch, Network
 from qtool.runtime.speculation.training.run import Course, train_head
 from qtool.runtime.speculation.training.start import HeadOptions, frequent_tokens
 from qtool.runtime.speculation.training.train import TrainOptions, TrainReport, mean_length
 from qtool.runtime.tokenizer import Tokenizer
+from tests.runtime.heads import seeded_head
 from tests.runtime.test_draft_heads import serve
 
 TEXT = Path(__file__).read_text(encoding="utf-8")
@@ -104,6 +107,7 @@ def test_sequences_are_text_or_the_models_own_answers_with_its_hidden_states(
     assert len(examples) == len(seeds) == 33
     for seed, example in zip(seeds, examples, strict=True):
         assert len(example.tokens) == 40
+        assert example.num_given == (len(seed.tokens) if seed.own else 0)
         assert tuple(example.tokens[: len(seed.tokens)].tolist()) == seed.tokens
     exact = hidden_of(engine, examples[0].tokens.tolist())
     assert np.abs(examples[0].hidden.numpy() - exact).max() < 1e-2 * np.abs(exact).max()  # kept in float16
@@ -147,3 +151,21 @@ def test_only_what_is_learned_is_changed(tiny: Path, tmp_path: Path, course: Cal
     assert np.array_equal(tensors["embed_tokens.weight"].numpy(), table.half().numpy())
     chosen = tensors["draft_tokens"].long()
     assert np.array_equal(tensors["lm_head.weight"].numpy(), table[chosen].half().numpy())
+
+
+def test_prompts_are_neither_learned_nor_counted(tiny: Path) -> None:
+    """What comes before an answer changes what is drafted in it, but not which drafts count."""
+    head = seeded_head(tiny, "eagle")
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 320, (1, 20), generator=generator)
+    hidden = torch.randn(1, 20, 96, generator=generator)
+    network = Network(
+        head.config, head.tensors, torch.randn(320, 96, generator=generator), torch.device("cpu")
+    )
+    counted = torch.arange(20)[None] >= 15
+    losses = []
+    for target in (hidden, torch.cat([hidden[:, :14] * 3, hidden[:, 14:]], dim=1)):
+        losses.append(network.loss(Batch(tokens, hidden, target, counted), 2).item())
+    assert losses[0] == losses[1]
+    every = network.loss(Batch(tokens, hidden, hidden, counted | True), 2).item()
+    assert every != losses[0]

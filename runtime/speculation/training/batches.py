@@ -78,6 +78,7 @@ class Batches:
                 torch.stack([example.tokens[:length] for example in chosen]),
                 torch.cat([hidden[..., self._given.columns(layer)] for layer in self._read], dim=-1),
                 hidden[..., self._given.columns(FINAL)],
+                torch.stack([torch.arange(length) >= example.num_given for example in chosen]),
             )
 
 

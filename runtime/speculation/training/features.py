@@ -25,6 +25,8 @@ class Example:
     """[T] int64"""
     hidden: Tensor
     """[T, width] float32: the hidden layers of the engine, side by side."""
+    num_given: int
+    """Leading tokens that are a prompt, which is never drafted; 0 of running text."""
 
 
 def collect(
@@ -46,13 +48,14 @@ def collect(
         shard = folder / f"part-{start // SEQUENCES_A_SHARD:05}.safetensors"
         if not shard.is_file():
             part = seeds[start : start + SEQUENCES_A_SHARD]
-            _write(engine, list(complete(engine, part, options, stop, start)), shard)
+            given = [len(seed.tokens) if seed.own else 0 for seed in part]
+            _write(engine, list(complete(engine, part, options, stop, start)), given, shard)
         shards.append(shard)
         advance()
     return shards
 
 
-def _write(engine: Engine, sequences: Sequence[Sequence[int]], shard: Path) -> None:
+def _write(engine: Engine, sequences: Sequence[Sequence[int]], given: Sequence[int], shard: Path) -> None:
     hidden = torch.from_numpy(np.concatenate([hidden_of(engine, tokens) for tokens in sequences]))
     rounded = hidden.half()
     if not bool(rounded.isfinite().all()):
@@ -63,6 +66,7 @@ def _write(engine: Engine, sequences: Sequence[Sequence[int]], shard: Path) -> N
     tensors = {
         "tokens": torch.tensor([token for tokens in sequences for token in tokens], dtype=torch.int32),
         "lengths": torch.tensor([len(tokens) for tokens in sequences], dtype=torch.int32),
+        "given": torch.tensor(given, dtype=torch.int32),
         "hidden": rounded,
     }
     temporary = shard.with_suffix(".partial")
@@ -95,4 +99,4 @@ def read_shard(shard: Path) -> list[Example]:
     lengths = tensors["lengths"].tolist()
     tokens = tensors["tokens"].long().split(lengths)
     hidden = tensors["hidden"].float().split(lengths)
-    return [Example(*pair) for pair in zip(tokens, hidden, strict=True)]
+    return [Example(*parts) for parts in zip(tokens, hidden, tensors["given"].tolist(), strict=True)]

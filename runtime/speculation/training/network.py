@@ -31,10 +31,14 @@ class Batch:
     """[B, S, width], the hidden layers that the head reads."""
     final: Tensor
     """[B, S, hidden], the final hidden states."""
+    counted: Tensor
+    """[B, S], the tokens after which drafts are wanted: all but those of prompts."""
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on a device."""
-        return Batch(self.tokens.to(device), self.features.to(device), self.final.to(device))
+        return Batch(
+            self.tokens.to(device), self.features.to(device), self.final.to(device), self.counted.to(device)
+        )
 
 
 class Network(nn.Module):
@@ -102,9 +106,12 @@ class Network(nn.Module):
         for d, ((logits, feature), target) in enumerate(
             zip(self.predictions(batch, depth), targets, strict=True)
         ):
-            loss = -(target * logits.log_softmax(dim=-1)).sum(-1).mean()
+            counted = batch.counted[:, 1 : -1 - d]
+            loss = -(target * logits.log_softmax(dim=-1)).sum(-1)
             if self.config.kind == "eagle" and feature is not None:
-                loss = loss + _FEATURE_WEIGHT * F.smooth_l1_loss(feature, batch.final[:, 1 + d : -1])
+                wanted = batch.final[:, 1 + d : -1]
+                loss = loss + _FEATURE_WEIGHT * F.smooth_l1_loss(feature, wanted, reduction="none").mean(-1)
+            loss = (loss * counted).sum() / counted.sum().clamp(min=1)
             total, weight = total + _DECAY**d * loss, weight + _DECAY**d
         return total / weight
 
@@ -138,7 +145,8 @@ class Network(nn.Module):
 
 @torch.no_grad()
 def acceptance(network: Network, batches: Sequence[Batch], depth: int) -> list[float]:
-    """Of each draft, the share that a greedy target would accept where it accepted those before.
+    """Of each draft, the share that a greedy target would accept where it accepted those before, in running
+    text and in answers.
 
     The drafts are held to the target's own choice given the text before them, which is what the target says
     at every accepted place.
@@ -147,7 +155,7 @@ def acceptance(network: Network, batches: Sequence[Batch], depth: int) -> list[f
     for batch in batches:
         head = network.tensor(TOKENS).long()
         choices = network.choices(batch)
-        reached = torch.ones_like(batch.tokens[:, 2:], dtype=torch.bool)
+        reached = batch.counted[:, 1:-1]
         for d, (logits, _) in enumerate(network.predictions(batch, depth)):
             drafts = head[logits.argmax(-1)]
             reached = reached[:, : drafts.shape[1]]
