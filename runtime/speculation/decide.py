@@ -16,7 +16,7 @@ CAUTIOUS, HOPEFUL = 0.25, 0.6
 others, which have to be tried to be known."""
 _GUESS_WEIGHT = 2.0
 """Of what is expected without trying, in drafts."""
-_MARGIN = 1.03
+MARGIN = 1.03
 """What speculation has to promise, over none, to be used: estimates are noisy."""
 _OWN_RATE = 0.1
 _COMMON_RATE = 0.02
@@ -97,20 +97,31 @@ class StepTimes:
         beyond = np.maximum(rows - self._rows[-1], 0.0)
         return np.asarray(base + beyond * self._last_slope() + self._per_pair * context)
 
+    def step_ms(self, rows: float, context: float) -> float:
+        """As `predict_ms`, of one step and in a microsecond."""
+        below, share = self._between(rows)
+        above = min(below + 1, len(self._rows) - 1)
+        base = self._ms[below] + share * (self._ms[above] - self._ms[below])
+        return float(base + self._per_pair * context)
+
+    def _between(self, rows: float) -> tuple[int, float]:
+        """The point below, and how far it is to the next, in its distance: above 1 beyond the last."""
+        if len(self._rows) == 1:
+            return 0, 0.0
+        above = min(max(bisect_left(self._rows, rows), 1), len(self._rows) - 1)
+        width = self._rows[above] - self._rows[above - 1]
+        return above - 1, max((rows - self._rows[above - 1]) / width, 0.0)
+
     def update(self, load: StepLoad, ms: float) -> None:
         """Take in what a step took: mostly where it lies on the curve, a little everywhere."""
-        above = min(bisect_left(self._rows, load.tokens), len(self._rows) - 1)
-        below = max(above - 1, 0)
-        width = self._rows[above] - self._rows[below]
-        share = (load.tokens - self._rows[below]) / width if width else 1.0
-        expected = self._ms[below] + share * (self._ms[above] - self._ms[below])
-        ratio = min(max(ms / (expected + self._per_pair * load.context), 0.25), 4.0)
+        below, share = self._between(load.tokens)
+        ratio = min(max(ms / self.step_ms(load.tokens, load.context), 0.25), 4.0)
         self._ms *= ratio**_COMMON_RATE
         self._per_pair *= ratio**_COMMON_RATE
-        share = min(max(share, 0.0), 1.0)
-        self._ms[above] *= ratio ** (_OWN_RATE * share)
-        if below != above:
-            self._ms[below] *= ratio ** (_OWN_RATE * (1 - share))
+        share = min(share, 1.0)
+        self._ms[below] *= ratio ** (_OWN_RATE * (1 - share))
+        if len(self._ms) > 1:
+            self._ms[below + 1] *= ratio ** (_OWN_RATE * share)
 
     def _last_slope(self) -> float:
         if len(self._rows) < 2:
@@ -132,14 +143,12 @@ def allot(
     rates: Sequence[Sequence[float]],
     pasts: Sequence[int],
     num_rows: int,
-    drafting_ms: float = 0.0,
 ) -> Allotment:
     """Give drafts to the sequences that should gain most by them, as long as tokens a second grow.
 
     `load` is the step's without drafts, and each of its sequences gets a token. `rates` are the acceptance
     rates of the tokens that each of B sequences might have drafted, falling; `pasts` are their lengths; a
-    step takes `num_rows` rows more; `drafting_ms` are spent if anything is drafted. None gets any where that
-    promises next to nothing.
+    step takes `num_rows` rows more. None gets any where that promises next to nothing.
     """
     owners = np.repeat(np.arange(len(rates)), [len(own) for own in rates])
     gains = np.concatenate([np.asarray(own, np.float64) for own in rates]) if len(rates) else np.empty(0)
@@ -148,10 +157,9 @@ def allot(
     rows = load.tokens + np.arange(len(order) + 1, dtype=np.float64)
     context = load.context + np.concatenate([[0.0], np.cumsum(np.asarray(pasts, np.float64)[owners[order]])])
     ms = times.predict_ms(rows, context)
-    ms[1:] += drafting_ms
     speeds = expected / ms
     best = int(np.argmax(speeds))
-    if speeds[best] < _MARGIN * speeds[0]:
+    if speeds[best] < MARGIN * speeds[0]:
         best = 0
     counts = np.bincount(owners[order[:best]], minlength=len(rates))
     return Allotment(counts.tolist(), float(speeds[best]))

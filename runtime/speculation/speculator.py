@@ -5,8 +5,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from qtool.runtime.engines.contract import Floats
 from qtool.runtime.events import SpeculationDone
 from qtool.runtime.next_token import Extension
@@ -14,7 +12,15 @@ from qtool.runtime.request import SequenceState
 from qtool.runtime.scheduler import Chunk, Plan, Scheduler
 from qtool.runtime.speculation.constrained import allowed_length
 from qtool.runtime.speculation.contract import EMPTY, Draft, Drafter, DraftRequest, Seen
-from qtool.runtime.speculation.decide import CAUTIOUS, HOPEFUL, Acceptance, Allotment, StepTimes, allot
+from qtool.runtime.speculation.decide import (
+    CAUTIOUS,
+    HOPEFUL,
+    MARGIN,
+    Acceptance,
+    Allotment,
+    StepTimes,
+    allot,
+)
 from qtool.runtime.steptime import StepLoad
 
 _MEMORY = 100
@@ -190,31 +196,69 @@ class Speculator:
         limits: Sequence[int],
         left: int,
     ) -> tuple[list[_Option | None], Allotment]:
-        """Ask a drafter that costs something instead, where that promises more tokens a second."""
+        """Ask a drafter that costs something instead, for the sequences that it should bring more, where that
+        promises more tokens a second."""
         depth = min(drafter.max_tokens, max(limits))
         rates = [
             self._rates((drafter.name, 0), HOPEFUL, self._record(sequence), min(depth, limit))
             for sequence, limit in zip(sequences, limits, strict=True)
         ]
-        for tokens in range(1, depth + 1) if self._num_tokens is None else [depth]:
+        gained = [
+            0.0 if option is None else sum(option.rates[:count])
+            for option, count in zip(chosen, counts.counts, strict=True)
+        ]
+        least = counts.tokens_per_ms * (1.0 if any(counts.counts) else MARGIN)
+        best = 0
+        for tokens in range(1, depth + 1):
+            found = self._speed(drafter, tokens, rates, gained, counts.counts, load, sequences, left)
+            if found > least:
+                best, least = tokens, found
+        if self._num_tokens is not None:
+            best = depth
+        if best:
+            asked = [sum(own[:best]) > other for own, other in zip(rates, gained, strict=True)]
             options: list[_Option | None] = [
-                _better(option, _Option(drafter, None, own[:tokens]))
-                for option, own in zip(chosen, rates, strict=True)
+                _Option(drafter, None, own) if wanted else option
+                for option, own, wanted in zip(chosen, rates, asked, strict=True)
             ]
-            asked = [
-                DraftRequest(sequence, min(tokens, limit))
-                for sequence, limit, option in zip(sequences, limits, options, strict=True)
-                if option is not None and option.drafter is drafter
+            numbers = [
+                min(best, len(own)) if wanted else count
+                for count, own, wanted in zip(counts.counts, rates, asked, strict=True)
             ]
-            if not asked:
-                continue
-            cost = drafter.expected_ms(asked)
-            found = self._allot(load, options, sequences, left, cost)
-            if found.tokens_per_ms > counts.tokens_per_ms:
-                chosen, counts = options, found
+            return options, Allotment(numbers, least)
         if any(counts.counts) or self._num_tokens is not None:
             return chosen, counts
         return self._probe(drafter, chosen, counts, load, sequences, limits)
+
+    def _speed(
+        self,
+        drafter: Drafter,
+        tokens: int,
+        rates: Sequence[Sequence[float]],
+        gained: Sequence[float],
+        counts: Sequence[int],
+        load: StepLoad,
+        sequences: Sequence[SequenceState],
+        left: int,
+    ) -> float:
+        """Tokens a millisecond with drafts of so many tokens for the sequences that gain more by them than
+        they do already; 0 where a step can't take them, or none gains."""
+        rows, context, expected = 0, 0, float(load.sequences)
+        asked = []
+        for own, other, count, sequence in zip(rates, gained, counts, sequences, strict=True):
+            gain = sum(own[:tokens])
+            if gain > other:
+                number = min(tokens, len(own))
+                asked.append(DraftRequest(sequence, number))
+            else:
+                number, gain = count, other
+            rows += number
+            context += number * sequence.num_computed
+            expected += gain
+        if not asked or rows > left or self.times is None:
+            return 0.0
+        ms = self.times.step_ms(load.tokens + rows, load.context + context) + drafter.expected_ms(asked)
+        return expected / ms
 
     def _probe(
         self,
@@ -228,8 +272,8 @@ class Speculator:
         """Once in a while, try a drafter that should not pay, on the sequence that arrived last."""
         assert self.times is not None
         tokens = min(_PROBED_TOKENS, limits[-1], drafter.max_tokens)
-        rows = np.array([load.tokens, load.tokens + tokens], np.float64)
-        before, after = self.times.predict_ms(rows, np.full(2, load.context, np.float64)).tolist()
+        before = self.times.step_ms(load.tokens, load.context)
+        after = self.times.step_ms(load.tokens + tokens, load.context)
         cost = drafter.expected_ms([DraftRequest(sequences[-1], tokens)]) + after - before
         now = self._clock()
         if max(cost, self._probe_ms) > _PROBING * 1000 * (now - self._last_probe):
@@ -244,13 +288,15 @@ class Speculator:
         options: Sequence[_Option | None],
         sequences: Sequence[SequenceState],
         left: int,
-        drafting_ms: float = 0.0,
     ) -> Allotment:
         rates: list[list[float]] = [[] if option is None else option.rates for option in options]
         if self._num_tokens is not None or self.times is None:
             return Allotment([len(own) for own in rates], float(sum(map(sum, rates))))
+        if not any(rates):
+            speed = load.sequences / self.times.step_ms(load.tokens, load.context)
+            return Allotment([0] * len(options), speed)
         pasts = [sequence.num_computed for sequence in sequences]
-        return allot(self.times, load, rates, pasts, left, drafting_ms)
+        return allot(self.times, load, rates, pasts, left)
 
     def _make(
         self,

@@ -30,21 +30,19 @@ def batch(count: int) -> StepLoad:
 @given(
     steps=st.lists(st.floats(0.0, 3.0), min_size=8, max_size=8),
     rates=st.lists(st.lists(st.floats(0, 1), max_size=3), min_size=1, max_size=3),
-    drafting_ms=st.floats(0, 3),
     num_rows=st.integers(0, 8),
 )
 def test_no_other_allotment_promises_more_tokens_a_second(
-    steps: list[float], rates: list[list[float]], drafting_ms: float, num_rows: int
+    steps: list[float], rates: list[list[float]], num_rows: int
 ) -> None:
     times = curve(*((rows + 1, 5.0 + sum(steps[: rows + 1])) for rows in range(8)))
     rates = [sorted(own, reverse=True) for own in rates]
-    found = allot(times, batch(len(rates)), rates, [0] * len(rates), num_rows, drafting_ms)
+    found = allot(times, batch(len(rates)), rates, [0] * len(rates), num_rows)
 
     def speed(counts: Sequence[int]) -> float:
         gained = sum(sum(own[:count]) for own, count in zip(rates, counts, strict=True))
         rows, none = np.array(float(len(rates) + sum(counts))), np.zeros(())
-        ms = float(times.predict_ms(rows, none)) + (drafting_ms if sum(counts) else 0.0)
-        return (len(rates) + gained) / ms
+        return (len(rates) + gained) / float(times.predict_ms(rows, none))
 
     possible = itertools.product(*(range(len(own) + 1) for own in rates))
     best = max(speed(counts) for counts in possible if sum(counts) <= num_rows)
@@ -90,6 +88,7 @@ def test_step_times_follow_the_machine_where_it_is_seen() -> None:
     times = curve((1, 10.0), (4, 20.0), (8, 30.0))
     rows = np.array([1.0, 2.0, 4.0, 8.0, 16.0])
     assert times.predict_ms(rows, np.zeros(5)).tolist() == pytest.approx([10, 10 + 10 / 3, 20, 30, 50])
+    assert [times.step_ms(count, 0) for count in rows] == pytest.approx([10, 10 + 10 / 3, 20, 30, 50])
     for _ in range(200):
         times.update(StepLoad(1, 0, 1), 20.0)
         times.update(StepLoad(4, 0, 1), 40.0)
