@@ -52,7 +52,8 @@ class Handled:
     @property
     def failed(self) -> bool:
         """Whether the server is to blame: an answer that fails in mid-stream has the status 200."""
-        return self.status >= HTTPStatus.INTERNAL_SERVER_ERROR or "error" in self.record.fields
+        begun = self.status < HTTPStatus.BAD_REQUEST
+        return self.status >= HTTPStatus.INTERNAL_SERVER_ERROR or (begun and "error" in self.record.fields)
 
 
 class RecordMiddleware:

@@ -116,6 +116,7 @@ def test_refusals_and_failures_are_told_apart_and_probes_leave_nothing(byte_toke
     engine = FakeEngine(num_blocks=64)
     with traced(byte_tokenizer, engine) as made:
         refused = made.post("/v1/completions", {**COMPLETION, "temperature": -1})
+        too_long = made.post("/v1/completions", {**COMPLETION, "max_tokens": 9999})
         for path in ("/health", "/metrics", "/", "/v1/models"):
             httpx.get(made.served.url + path)
         assert made.span().name == "GET /v1/models"
@@ -124,6 +125,8 @@ def test_refusals_and_failures_are_told_apart_and_probes_leave_nothing(byte_toke
     assert refused.status.status_code is StatusCode.UNSET  # the client's fault
     assert (refused.attributes or {})["error.type"] == "400"
     assert "gen_ai.usage.output_tokens" not in (refused.attributes or {})
+    assert too_long.status.status_code is StatusCode.UNSET
+    assert (too_long.attributes or {})["error.type"] == "ParameterError"
     assert failed.status.status_code is StatusCode.ERROR
     assert (failed.attributes or {})["http.response.status_code"] == 200  # sent before it failed
     assert (failed.attributes or {})["error.type"] == "GenerationError"
