@@ -17,9 +17,6 @@ from qtool.quantize.methods.refine import refine
 
 logger = logging.getLogger(__name__)
 
-_NOISE = 4
-"""Measured on two layers of SmolLM2 at a time: half instead of a fifth takes 8 to 22 % off the drift."""
-
 _MOST_SHRUNK = 0.5
 """However few the tokens: half of a correlation is better than none."""
 
@@ -56,12 +53,12 @@ def shrunk(statistics: InputStatistics) -> Tensor:
     """The second moment [K, K] as far as its correlations can be trusted: shrunk towards its diagonal.
 
     A moment of K inputs from T tokens has K/T of noise, which GPTQ would fit: it moves errors to where this
-    text has nothing, and other text has something. The share to shrink by grows with that, as in Ledoit and
-    Wolf 2004 (A well-conditioned estimator for large-dimensional covariance matrices); by four times as much,
-    since tokens of one window are alike, and since a few tokens that lose much are most of the drift.
+    text has nothing, and other text has something. The share to shrink by follows from that, as in Ledoit and
+    Wolf 2004 (A well-conditioned estimator for large-dimensional covariance matrices), without their fourth
+    moments. On SmolLM2 with 16 windows four times as much drifted no less: KL 0.0468 against 0.0456.
     """
     moment = statistics.second_moment
-    share = min(_MOST_SHRUNK, _NOISE * len(moment) / max(statistics.tokens, 1))
+    share = min(_MOST_SHRUNK, len(moment) / max(statistics.tokens, 1))
     shrunk = moment * (1 - share)
     shrunk.diagonal().copy_(moment.diagonal())
     return shrunk
