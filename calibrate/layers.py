@@ -117,6 +117,21 @@ class LayerRunner:
                 part.to("meta")
 
     @contextmanager
+    def logits(self) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+        """The logits [L, V] of a window [L], given what the last layer makes of it [L, hidden], for a block.
+
+        They can be differentiated with respect to that.
+        """
+
+        def behind(window: Tensor, hidden: Tensor) -> Tensor:
+            with _giving(self.model.model.layers, hidden[None]):
+                logits: Tensor = self.model(input_ids=window[None], use_cache=False).logits
+            return logits[0].float()
+
+        with self.outside(), self.head():
+            yield behind
+
+    @contextmanager
     def head(self) -> Iterator[nn.Module]:
         """The linear that makes logits, with its weights in float32, released at the block's end."""
         head: nn.Module = self.model.get_submodule(HEAD)
@@ -160,12 +175,19 @@ class LayerRunner:
     ) -> Iterator[Tensor]:
         """Run the loaded layer `index` on hidden states [S, L, hidden]: its output [1, L, hidden] for each
         window in turn. Keys and values pass through `cache`; `exact` overrules `fast`."""
-        layer, call = self.model.model.layers[index], self._calls[index]
-        kwargs = call.kwargs if cache is None else call.kwargs | {self._cache_argument(call): cache}
         for window in hidden:
             with torch.autocast("cpu", torch.bfloat16, enabled=self._fast and not exact):
-                output = layer(window[None], *call.args, **kwargs)
-            yield output[0] if isinstance(output, tuple) else output
+                output = self.call(index, window, cache)
+            yield output
+
+    def call(self, index: int, window: Tensor, cache: KvRanges | KvRounding | None = None) -> Tensor:
+        """The output [1, L, hidden] of the loaded layer `index` for one window, [L, hidden], which it can be
+        differentiated with respect to."""
+        call = self._calls[index]
+        kwargs = call.kwargs if cache is None else call.kwargs | {self._cache_argument(call): cache}
+        output = self.model.model.layers[index](window[None], *call.args, **kwargs)
+        given: Tensor = output[0] if isinstance(output, tuple) else output
+        return given
 
     def _cache_argument(self, call: _Call) -> str:
         for name in _CACHES:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from qtool.calibrate.text import Record
+from qtool.calibrate.text import Record, digest, load_records
+from qtool.core.checkpoint import Checkpoint
 from qtool.core.recipe import Calibration
 from qtool.errors import QtoolError, UsageError
 
@@ -79,6 +80,20 @@ def calibration_windows(
         return sample_windows(token_ids, calibration.num_samples, calibration.seq_len, calibration.seed)
     except UsageError as error:
         raise UsageError(f"{calibration.dataset}: {error}") from error
+
+
+def recipe_windows(source: Checkpoint, calibration: Calibration) -> tuple[Tensor, str]:
+    """The windows [num_samples, seq_len] of a checkpoint's tokens, and what tells their text from any other.
+
+    Raises UsageError for windows that are longer than the model's positions, or more than the text holds.
+    """
+    longest = source.config.get("max_position_embeddings")
+    if longest is not None and calibration.seq_len > longest:
+        raise UsageError(
+            f"calibration.seq_len {calibration.seq_len} is beyond the model's {longest} positions; lower it"
+        )
+    records = load_records(calibration.dataset)
+    return calibration_windows(load_tokenizer(source.path), records, calibration), digest(records)
 
 
 def check_vocabulary(windows: Tensor, vocab_size: int, model: Path) -> None:

@@ -8,12 +8,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from qtool.calibrate.layers import LayerRunner
 from qtool.calibrate.skeleton import HEAD, PREFIX
-from qtool.calibrate.text import digest, load_records
-from qtool.calibrate.windows import calibration_windows, check_vocabulary, load_tokenizer
+from qtool.calibrate.windows import check_vocabulary, recipe_windows
 from qtool.core.checkpoint import COMPANIONS, Checkpoint
 from qtool.core.files import refuse_existing, sha256
 from qtool.core.formats import compressed_tensors
@@ -51,7 +50,7 @@ def quantize_checkpoint(
         raise UsageError(f"{checkpoint}: is quantized already; name the checkpoint that it was made from")
     runner = LayerRunner(source, fast=True)
     plan = _plan(recipe, runner)
-    windows, text_digest = _windows(source, recipe)
+    windows, text_digest = recipe_windows(source, recipe.calibration)
     check_vocabulary(windows, runner.vocab_size, checkpoint)
     inputs = {path.name: sha256(path) for path in source.files} | {recipe.calibration.dataset: text_digest}
     with work_folder(output, _fingerprint(recipe, inputs)) as work:
@@ -99,17 +98,6 @@ def _refuse_embeddings(quantization: Quantization, runner: LayerRunner) -> None:
                 f"engines look tokens up in plain tables; {HEAD} can be quantized"
                 + (", which then gets a matrix of its own" if runner.tied else "")
             )
-
-
-def _windows(source: Checkpoint, recipe: Recipe) -> tuple[Tensor, str]:
-    calibration = recipe.calibration
-    longest = source.config.get("max_position_embeddings")
-    if longest is not None and calibration.seq_len > longest:
-        raise UsageError(
-            f"calibration.seq_len {calibration.seq_len} is beyond the model's {longest} positions; lower it"
-        )
-    records = load_records(calibration.dataset)
-    return calibration_windows(load_tokenizer(source.path), records, calibration), digest(records)
 
 
 def _fingerprint(recipe: Recipe, inputs: Mapping[str, str]) -> str:

@@ -20,6 +20,7 @@ from qtool.cli.fetch import fetch
 from qtool.cli.inspect import inspect
 from qtool.cli.quantize import quantize
 from qtool.cli.run import run
+from qtool.cli.sensitivity import sensitivity
 from qtool.cli.serve import serve
 from qtool.cli.skip_layers import skip_layers
 from qtool.cli.spec_report import spec_report
@@ -30,6 +31,7 @@ app.command()(fetch)
 app.command()(quantize)
 app.command()(convert)
 app.command()(diff)
+app.command()(sensitivity)
 app.command("eval")(eval_)
 app.command("compile")(compile_)
 app.command()(train_draft)
