@@ -19,7 +19,8 @@ from qtool.core.formats import compressed_tensors
 from qtool.core.manifest import Manifest, versions
 from qtool.core.recipe import Quantization, Recipe, matches
 from qtool.errors import UsageError
-from qtool.quantize.plan import Plan, assign
+from qtool.quantize.auto import in_features, kept_allocation, shared_out
+from qtool.quantize.plan import Plan, assign, candidates
 from qtool.quantize.progress import Report, silent
 from qtool.quantize.stream import run_layers
 from qtool.quantize.work import WorkFolder, lazy, work_folder
@@ -54,6 +55,10 @@ def quantize_checkpoint(
     check_vocabulary(windows, runner.vocab_size, checkpoint)
     inputs = {path.name: sha256(path) for path in source.files} | {recipe.calibration.dataset: text_digest}
     with work_folder(output, _fingerprint(recipe, inputs)) as work:
+        allocation = None
+        if recipe.quantization.auto is not None:
+            allocation = kept_allocation(source, windows, recipe, work, progress)
+            plan = shared_out(plan, recipe.quantization, allocation, in_features(runner))
         records = run_layers(runner, windows, plan, work, progress)
         folder = work.new_checkpoint()
         _write_checkpoint(runner, plan, work, folder, shard_bytes)
@@ -64,6 +69,7 @@ def quantize_checkpoint(
             versions=versions(),
             seed=recipe.calibration.seed,
             linears=records,
+            allocation=allocation,
             untied_head=runner.tied and HEAD in records,
             seconds=time.monotonic() - started,
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -74,13 +80,15 @@ def quantize_checkpoint(
 
 
 def _plan(recipe: Recipe, runner: LayerRunner) -> Plan:
-    linears = {name: linear.in_features for name, linear in runner.linears().items()}
+    """What rules say, and all of it checked, that of ``auto`` too."""
+    linears = in_features(runner)
     _refuse_embeddings(recipe.quantization, runner)
     assigned = assign(recipe.quantization, linears)
-    outside = [module for module in assigned if module != HEAD and not module.startswith(f"{PREFIX}.")]
+    quantized = [*assigned, *candidates(recipe.quantization, linears)]
+    outside = [module for module in quantized if module != HEAD and not module.startswith(f"{PREFIX}.")]
     if outside:
         raise UsageError(
-            f"quantization.rules: {outside[0]} lies outside {PREFIX} and stays in full precision; "
+            f"quantization: {outside[0]} lies outside {PREFIX} and stays in full precision; "
             f"add {outside[0]!r} to quantization.keep"
         )
     kv_cache = recipe.quantization.kv_cache
@@ -90,11 +98,12 @@ def _plan(recipe: Recipe, runner: LayerRunner) -> Plan:
 def _refuse_embeddings(quantization: Quantization, runner: LayerRunner) -> None:
     """Say why, where a target means an embedding table alone: it is no linear, so none would match."""
     tables = [name for name, part in runner.model.named_modules() if isinstance(part, nn.Embedding)]
-    for target in [target for rule in quantization.rules for target in rule.targets]:
+    targets = [target for rule in quantization.rules for target in rule.targets]
+    for target in targets + list(quantization.auto.targets if quantization.auto else ()):
         table = next((name for name in tables if matches(target, name)), None)
         if table is not None and not any(matches(target, name) for name in runner.linears()):
             raise UsageError(
-                f"quantization.rules: target {target!r} is {table}, which stays in full precision, since "
+                f"quantization: target {target!r} is {table}, which stays in full precision, since "
                 f"engines look tokens up in plain tables; {HEAD} can be quantized"
                 + (", which then gets a matrix of its own" if runner.tied else "")
             )

@@ -73,16 +73,40 @@ def assign(quantization: Quantization, linears: Mapping[str, int]) -> dict[str, 
     return assigned
 
 
+def candidates(quantization: Quantization, linears: Mapping[str, int]) -> dict[str, tuple[WeightScheme, ...]]:
+    """The number formats that ``auto`` may choose from for each of its linears, in the model's order.
+
+    Those are linears that neither ``keep`` holds nor a rule matches. `linears` and errors as for `assign`.
+    """
+    auto = quantization.auto
+    if auto is None:
+        return {}
+    for target in auto.targets:
+        _check_target(target, quantization.keep, linears)
+    ruled = assign(quantization, linears)
+    found = {}
+    for module, in_features in linears.items():
+        kept = any(matches(pattern, module) for pattern in quantization.keep)
+        if kept or module in ruled or not any(matches(target, module) for target in auto.targets):
+            continue
+        found[module] = tuple(_scheme(module, in_features, weights) for weights in auto.candidates)
+        for scheme in found[module]:
+            _check_method(module, auto.method, scheme)
+    if not found:
+        raise UsageError("quantization.auto: rules match all of its targets; change one of the two")
+    return found
+
+
 def _check_target(target: str, keep: tuple[str, ...], linears: Mapping[str, int]) -> None:
     matched = [module for module in linears if matches(target, module)]
     if not matched:
         raise UsageError(
-            f"quantization.rules: target {target!r} matches no linear of the model; "
+            f"quantization: target {target!r} matches no linear of the model; "
             + nearest(target, {re.sub(r"\.\d+\.", ".*.", module) for module in linears})
         )
     if all(any(matches(pattern, module) for pattern in keep) for module in matched):
         raise UsageError(
-            f"quantization.rules: target {target!r} matches only linears that quantization.keep holds in "
+            f"quantization: target {target!r} matches only linears that quantization.keep holds in "
             f"full precision, such as {matched[0]}; change one of the two"
         )
 
@@ -90,7 +114,7 @@ def _check_target(target: str, keep: tuple[str, ...], linears: Mapping[str, int]
 def _check_method(module: str, method: Method, scheme: WeightScheme) -> None:
     if isinstance(method, Gptq | AwqGptq) and not isinstance(scheme, IntScheme):
         raise UsageError(
-            f"quantization.rules: method {method.name} chooses integers, and {module} is to be {scheme}; "
+            f"quantization: method {method.name} chooses integers, and {module} is to be {scheme}; "
             "use awq, rtn or best"
         )
 
@@ -103,7 +127,7 @@ def _scheme(module: str, in_features: int, weights: WeightFormat) -> WeightSchem
         fixed = weights.format != "int"
         which = f", which {weights.format} prescribes," if fixed else ""
         raise UsageError(
-            f"quantization.rules: weights.group_size {sizes}{which} does not divide in_features "
+            f"quantization: weights.group_size {sizes}{which} does not divide in_features "
             f"{in_features} of {module}; use {'format int with ' if fixed else ''}"
             + (fitting or "null (one group a channel)")
         )

@@ -26,7 +26,7 @@ from qtool.quantize.changes import (
     rounded,
 )
 from qtool.quantize.fisher import LayerTrace, expected_kl, hidden_states, trace
-from qtool.quantize.plan import assign
+from qtool.quantize.plan import assign, candidates
 from qtool.quantize.rounded_attention import Kind
 from qtool.quantize.work import attention_of
 
@@ -128,13 +128,15 @@ def default_parts(runner: LayerRunner) -> list[Part]:
 
 
 def recipe_parts(runner: LayerRunner, quantization: Quantization) -> list[Part]:
-    """What a recipe rounds; inputs by the range of each token, also where the recipe has them calibrated."""
+    """What a recipe rounds, or may round; inputs by the range of each token, calibrated ones too."""
     linears = {name: linear.in_features for name, linear in runner.linears().items()}
     parts: list[Part] = []
     for name, one in assign(quantization, linears).items():
         parts.append(WeightPart(name, one.scheme))
         if one.activation is not None:
             parts.append(InputPart(name, replace(one.activation, dynamic=True)))
+    for name, schemes in candidates(quantization, linears).items():
+        parts += [WeightPart(name, scheme) for scheme in dict.fromkeys(schemes)]
     if quantization.kv_cache is not None:
         scheme = quantization.kv_cache.scheme
         parts += [CachePart(attention_of(index), scheme) for index in range(len(runner))]

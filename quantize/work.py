@@ -127,6 +127,13 @@ class WorkFolder:
             *(part.get_tensor(f"{attention}.{name}").flatten() for name in (layout.key, layout.value))
         )
 
+    def once(self, name: str, make: Callable[[], str]) -> str:
+        """A text that is made the first time, and read when the work is taken up again."""
+        file = self._path / name
+        if not file.exists():
+            write_text(file, make())
+        return file.read_text(encoding="utf-8")
+
     def tensors(self, index: int) -> list[LazyTensor]:
         """The stored tensors of a finished layer."""
         part = self._open(index)

@@ -9,7 +9,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from qtool.core.manifest import Manifest
+    from qtool.core.manifest import Allocation, Manifest
 
 
 def quantize(
@@ -58,6 +58,8 @@ def quantize(
         typer.echo(manifest.model_dump_json(indent=2))
     else:
         Console().print(_summary(manifest))
+        if manifest.allocation is not None:
+            Console().print(_frontier(manifest.allocation))
         typer.echo(output)
 
 
@@ -74,6 +76,20 @@ def _warn(manifest: "Manifest") -> None:
             "it does load, give all linears one num_bits and group_size, or symmetric: true",
             err=True,
         )
+
+
+def _frontier(allocation: "Allocation") -> "Table":
+    """What other budgets would have come to, and this one among them."""
+    from rich.table import Table
+
+    table = Table(title="sizes and estimated KL, nats a token, that budgets can have")
+    for heading in ("average bits", "bytes", "KL", ""):
+        table.add_column(heading, justify="right")
+    chosen = allocation.chosen
+    for point in sorted({*allocation.frontier, chosen}, key=lambda point: point.bytes):
+        mark = "chosen" if point == chosen else ""
+        table.add_row(f"{point.average_bits:.2f}", f"{point.bytes:,}", f"{point.kl:.2g}", mark)
+    return table
 
 
 def _summary(manifest: "Manifest") -> "Table":

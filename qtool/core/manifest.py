@@ -49,6 +49,30 @@ class LinearRecord(BaseModel):
     """AWQ, SmoothQuant: what absorbed the channel scales; null where nothing could exactly."""
 
 
+class Point(BaseModel):
+    """One way of sharing out bits that no other beats in both size and estimated KL."""
+
+    model_config = ConfigDict(frozen=True)
+
+    average_bits: float
+    """Of a weight, scales and zero points counted in."""
+    bytes: int
+    kl: float
+    """Estimated, nats a token."""
+
+
+class Allocation(BaseModel):
+    """How ``auto`` shared out bits."""
+
+    model_config = ConfigDict(frozen=True)
+
+    candidates: dict[str, int]
+    """Of each linear, the place of its number format among the recipe's candidates."""
+    chosen: Point
+    frontier: tuple[Point, ...]
+    """Others that were to be had, from small to large: some of them, evenly spread."""
+
+
 class Manifest(BaseModel):
     """The record beside a quantized checkpoint."""
 
@@ -63,6 +87,8 @@ class Manifest(BaseModel):
     versions: dict[str, str]
     seed: int
     linears: dict[str, LinearRecord]
+    allocation: Allocation | None = None
+    """Where the recipe has ``auto``."""
     untied_head: bool = False
     """lm_head was the embedding table, and has become a matrix of its own."""
     seconds: float

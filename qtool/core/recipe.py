@@ -140,10 +140,38 @@ class Rule(Frozen):
     method: Method = Rtn()
 
 
+class Budget(Frozen):
+    """What the linears of `auto` may take or cost, all together: one of these."""
+
+    average_bits: float | None = Field(
+        None, gt=0, le=16, description="of a weight, scales and zero points counted in"
+    )
+    bytes: int | None = Field(None, gt=0, description="of the quantized weights as they are stored")
+    max_kl: float | None = Field(None, gt=0, description="estimated KL(base || quantized), nats a token")
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if sum(limit is not None for limit in (self.average_bits, self.bytes, self.max_kl)) != 1:
+            raise ValueError("wants exactly one of average_bits, bytes and max_kl")
+        return self
+
+
+class Auto(Frozen):
+    """Linears that share a budget: each gets the number format with which all together lose least."""
+
+    targets: tuple[Pattern, ...] = Field(min_length=1, description="as in a rule; rules go before")
+    budget: Budget
+    candidates: tuple[WeightFormat, ...] = Field(min_length=2, description="number formats to choose from")
+    method: Method = Rtn()
+    num_samples: int = Field(4, ge=1, description="calibration windows that sensitivity is estimated on")
+    seq_len: int = Field(256, ge=2, description="tokens of each of them")
+
+
 class Quantization(Frozen):
     """Rules in order, the first that matches a linear wins; `keep` wins over all of them."""
 
     rules: tuple[Rule, ...] = ()
+    auto: Auto | None = Field(None, description="linears that share a budget of bits")
     kv_cache: KvCache | None = Field(None, description="null: keys and values stay as they are")
     keep: tuple[Pattern, ...] = Field(
         ("*.self_attn.*", "lm_head", "*.embed_tokens"), description="patterns that stay in full precision"
@@ -151,8 +179,8 @@ class Quantization(Frozen):
 
     @model_validator(mode="after")
     def _changes_something(self) -> Self:
-        if not self.rules and self.kv_cache is None:
-            raise ValueError("has neither rules nor kv_cache, so nothing would be quantized")
+        if not self.rules and self.auto is None and self.kv_cache is None:
+            raise ValueError("has neither rules, auto nor kv_cache, so nothing would be quantized")
         return self
 
 

@@ -81,7 +81,7 @@ def test_a_kv_cache_may_be_all_that_is_quantized(tmp_path: Path) -> None:
             "activations: group_size is for dynamic activations",
         ),
         ("quantization: {kv_cache: {format: fp8, granularity: layer}}", "kv_cache.granularity: should be"),
-        ("quantization: {keep: []}", "quantization: has neither rules nor kv_cache, so nothing"),
+        ("quantization: {keep: []}", "quantization: has neither rules, auto nor kv_cache, so"),
     ],
 )  # fmt: skip
 def test_formats_that_cannot_be_are_named_with_what_can(text: str, message: str, tmp_path: Path) -> None:
