@@ -120,6 +120,8 @@ def measure(
     One pass through the model for all of them; `states` as `fisher.hidden_states` gives them. Memory holds a
     layer, and the hidden states of the windows once for each variant.
     """
+    if not variants:
+        return []
     found: dict[int, Tensor] = {}
     for index in range(len(runner)):
         here = [[part for part in parts if layer_of(part) == index] for parts in variants]

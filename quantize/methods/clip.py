@@ -10,6 +10,8 @@ from qtool.quantize.methods.grid import Grid, fit_grid, grouped
 
 _RATIOS = tuple(1 - step / 40 for step in range(21))
 """1.0 down to 0.5, the range that AWQ's authors search."""
+_ROWS = 1024
+"""Rows that are searched at once: what is computed of them stays in a processor's cache."""
 
 
 def _ratios(scheme: IntScheme) -> tuple[float, ...]:
@@ -44,6 +46,12 @@ def _search(
     weight: Tensor, scheme: IntScheme, dtype: torch.dtype, power: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """The ratio [N, G] of least `power`, which gives that of errors [N, G, g] as [N, G]."""
+    return torch.cat([_search_rows(rows, scheme, dtype, power) for rows in weight.split(_ROWS)])
+
+
+def _search_rows(
+    weight: Tensor, scheme: IntScheme, dtype: torch.dtype, power: Callable[[Tensor], Tensor]
+) -> Tensor:
     values = grouped(weight, scheme)
     best_error = torch.full(values.shape[:2], torch.inf)
     best_ratio = torch.ones(values.shape[:2])
