@@ -11,7 +11,9 @@ from qtool.compile.backends.tensorrt.zero_points import fold_zero_points
 from qtool.compile.config import read_config
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
+from qtool.core.recipe import Recipe
 from qtool.core.schemes import IntScheme
+from qtool.quantize.pipeline import quantize_checkpoint
 from qtool.runtime.engines import open_engine
 from qtool.runtime.engines.contract import Step
 from qtool.runtime.engines.padded import pad
@@ -40,7 +42,11 @@ BOUNDS = {
 in another bit, and what follows with it: see ROUNDED in `test_peer_formats`."""
 
 
-@pytest.fixture(scope="module", params=[*SCHEMES, *ROUNDED], ids=str)
+HEAD = "head in int8"
+"""A tied one, which gets codes of its own."""
+
+
+@pytest.fixture(scope="module", params=[*SCHEMES, *ROUNDED, HEAD], ids=str)
 def checkpoint(
     request: pytest.FixtureRequest, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
@@ -49,6 +55,14 @@ def checkpoint(
     if name in SCHEMES:
         return write_two_layers(smollm2, folder, SCHEMES[name])
     dense = write_two_layers(smollm2, folder.with_name("plain"), {})
+    if name == HEAD:
+        text = folder.with_name("text.txt")
+        text.write_text("A short text, to see a few tokens. " * 20)
+        rule = {"targets": ["lm_head"], "weights": {"num_bits": 8, "group_size": 32}}
+        calibration = {"dataset": str(text), "num_samples": 2, "seq_len": 16}
+        recipe = {"calibration": calibration, "quantization": {"rules": [rule], "keep": []}}
+        quantize_checkpoint(folder.with_name("plain.dense"), Recipe.model_validate(recipe), folder)
+        return folder
     return write_compressed(dense, folder, name)
 
 
