@@ -71,9 +71,15 @@ class Checkpoint:
         self.format: QuantizationFormat | None = open_format(self)
 
     def _shard_names(self) -> list[str]:
+        single = (self.path / SINGLE).is_file()
         if (self.path / INDEX).is_file():
-            return sorted(set(self._weight_map().values()))
-        if (self.path / SINGLE).is_file():
+            shards = sorted(set(self._weight_map().values()))
+            if single and shards != [SINGLE]:
+                raise UsageError(
+                    f"{self.path}: holds both {SINGLE} and {INDEX}, which may be two models; remove one"
+                )
+            return shards
+        if single:
             return [SINGLE]
         gguf = next(self.path.glob("*.gguf"), None)
         advice = f"; name the file {gguf} instead" if gguf else ""

@@ -76,6 +76,17 @@ def test_an_index_that_does_not_fit_is_an_error(
         Checkpoint(tiny_copy)
 
 
+def test_a_single_file_beside_an_index_of_others_is_refused(tiny_copy: Path) -> None:
+    tensors = _shard(tiny_copy)
+    save_file(tensors, tiny_copy / "model.safetensors")
+    with pytest.raises(
+        UsageError, match=r"holds both model\.safetensors and model\.safetensors\.index\.json"
+    ):
+        Checkpoint(tiny_copy)
+    (tiny_copy / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")}))
+    assert set(Checkpoint(tiny_copy)) == set(tensors)
+
+
 def test_what_is_no_checkpoint_is_refused(tiny_copy: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a folder"):
         Checkpoint(tmp_path / "none")
