@@ -76,6 +76,7 @@ def read_config(config: Mapping[str, object], where: str) -> DecoderConfig:
             f"(supported: {', '.join(sorted(FAMILIES))})"
         )
     fields = Fields(config, f"{where}: ")
+    fields.only("model_type", MODEL_TYPES[architecture])
     decoder = FAMILIES[architecture](fields, architecture)
     fields.finish(_HARMLESS)
     return decoder
@@ -95,7 +96,7 @@ def _llama(fields: Fields, architecture: str) -> DecoderConfig:
 
 
 def _mistral(fields: Fields, architecture: str) -> DecoderConfig:
-    return _decoder(fields, architecture, windows=same_window(fields))
+    return _decoder(fields, architecture, windows=same_window(fields, absent=4096))
 
 
 def _qwen2(fields: Fields, architecture: str) -> DecoderConfig:
@@ -122,7 +123,6 @@ def _mixtral(fields: Fields, architecture: str) -> DecoderConfig:
         fields,
         architecture,
         theta=1e6,
-        num_kv_heads=fields.integer("num_key_value_heads", fields.integer("num_attention_heads")),
         windows=same_window(fields),
         mixtures=(mixture,) * layers,
     )
@@ -182,6 +182,7 @@ def _phi3(fields: Fields, architecture: str) -> DecoderConfig:
         fields.only(name, False)
     for name in ("interpolate_factor", "full_attn_mod"):
         fields.only(name, 1)
+    fields.assume("original_max_position_embeddings", 4096)
     fields.has("auto_map")  # code from before transformers had its own
     num_heads = fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", fields.integer("hidden_size") // num_heads)
@@ -206,6 +207,19 @@ FAMILIES: dict[str, Callable[[Fields, str], DecoderConfig]] = {
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
 }
+
+
+MODEL_TYPES = {
+    "Gemma3ForCausalLM": "gemma3_text",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+"""What transformers goes by: it passes over ``architectures``."""
 
 
 def _decoder(
@@ -274,7 +288,6 @@ _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _HARMLESS = frozenset(
     {
         "architectures",  # read before the family is known
-        "model_type",
         "quantization_config",  # read by the checkpoint, which refuses what it does not know
         "dtype",
         "torch_dtype",

@@ -1,5 +1,6 @@
 """Strict reading of config.json: a field that nobody asks for is an error, never skipped."""
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Never
 
@@ -23,6 +24,15 @@ class Fields:
         self._used.add(name)
         return self._values.get(name) is not None
 
+    def says(self, name: str) -> bool:
+        """Whether the field is there, null or not; where transformers tells null from absent."""
+        self._used.add(name)
+        return name in self._values
+
+    def assume(self, name: str, value: object) -> None:
+        """Read an absent field as if it were written with this value."""
+        self._values = {name: value, **self._values}
+
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive whole number."""
         value = self._take(name, default)
@@ -30,14 +40,21 @@ class Fields:
             self.refuse(name, "a positive whole number")
         return value
 
-    def optional_integer(self, name: str) -> int | None:
-        """A positive whole number, or None when absent or null."""
-        return self.integer(name) if self.has(name) else None
+    def optional_integer(self, name: str, absent: int | None = None) -> int | None:
+        """A positive whole number, or None when null; `absent` when absent."""
+        return self.integer(name) if self.has(name) else None if self.says(name) else absent
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A whole number, zero or more."""
+        value = self._take(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            self.refuse(name, "a whole number from 0 on")
+        return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number."""
         value = self._take(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             self.refuse(name, "a positive number")
         return float(value)
 
@@ -68,7 +85,8 @@ class Fields:
         if not isinstance(value, list) or len(value) != count:
             self.refuse(name, f"a list of {count} positive numbers")
         if not all(
-            isinstance(item, int | float) and not isinstance(item, bool) and item > 0 for item in value
+            isinstance(item, int | float) and not isinstance(item, bool) and 0 < item < math.inf
+            for item in value
         ):
             self.refuse(name, "positive numbers alone")
         return [float(item) for item in value]

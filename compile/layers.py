@@ -27,26 +27,22 @@ def read_mixture(fields: Fields, num_experts: str, intermediate_size: str, norma
     return Mixture(count, chosen, fields.integer(intermediate_size), normalized)
 
 
-def same_window(fields: Fields) -> tuple[int | None, ...]:
-    """One window for all layers, if any."""
-    return (fields.optional_integer("sliding_window"),) * fields.integer("num_hidden_layers")
+def same_window(fields: Fields, absent: int | None = None) -> tuple[int | None, ...]:
+    """One window for all layers, if any; `absent` for a config without, where null means none."""
+    return (fields.optional_integer("sliding_window", absent),) * fields.integer("num_hidden_layers")
 
 
 def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     """Qwen's layers from `max_window_layers` on slide when `use_sliding_window`; `layer_types` wins."""
     layers = fields.integer("num_hidden_layers")
-    window = fields.optional_integer("sliding_window")
-    first = fields.optional_integer("max_window_layers")
-    slides = [False] * layers
-    if fields.flag("use_sliding_window", False):
-        if window is None or first is None:
-            fields.refuse("use_sliding_window", "false without sliding_window and max_window_layers")
-        slides = [layer >= first for layer in range(layers)]
+    window, first = fields.optional_integer("sliding_window", 4096), fields.count("max_window_layers", 28)
+    if not fields.flag("use_sliding_window", False):
+        window = None
+    slides = [layer >= first for layer in range(layers)]
     if fields.has("layer_types"):
-        typed = _layer_types(fields, layers)
-        if any(typed) and not any(slides):
+        slides = _layer_types(fields, layers)
+        if any(slides) and window is None:
             fields.refuse("layer_types", "full_attention alone, as use_sliding_window says")
-        slides = typed
     return tuple(window if sliding else None for sliding in slides)
 
 
@@ -62,10 +58,10 @@ def _layer_types(fields: Fields, layers: int) -> list[bool]:
 def gemma_slides(fields: Fields) -> list[bool]:
     """Of each layer, whether it slides: by `layer_types`, or all but every sixth or so."""
     layers = fields.integer("num_hidden_layers")
-    patterns = [name for name in ("sliding_window_pattern", "_sliding_window_pattern") if fields.has(name)]
+    fields.has("_sliding_window_pattern")  # which transformers writes and does not read
+    pattern = fields.integer("sliding_window_pattern", 6)
     if fields.has("layer_types"):
         return _layer_types(fields, layers)
-    pattern = fields.integer(patterns[0]) if patterns else 6
     return [(layer + 1) % pattern > 0 for layer in range(layers)]
 
 

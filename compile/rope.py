@@ -102,6 +102,8 @@ def _linear(values: Fields, rope: Rope, original: float) -> Rope:
 def _llama3(values: Fields, rope: Rope, original: float) -> Rope:
     """Llama 3.1: long waves are stretched by `factor`, short ones kept, those between interpolated."""
     low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
+    if low >= high:
+        values.refuse("high_freq_factor", f"more than low_freq_factor ({low:g})")
     turns = (original * radians / (2 * math.pi) for radians in rope.radians)
     kept = [min(max((turn - low) / (high - low), 0.0), 1.0) for turn in turns]
     return _stretched(rope, values.number("factor"), kept)
@@ -110,6 +112,8 @@ def _llama3(values: Fields, rope: Rope, original: float) -> Rope:
 def _yarn(values: Fields, rope: Rope, original: float) -> Rope:
     """YaRN (Peng et al. 2023, sections 3.2 and 3.4): its bounds are counted in pairs of features."""
     factor = values.number("factor")
+    if rope.theta <= 1:
+        raise QtoolError(f"{values.where}rope_theta: is {rope.theta:g}, wanted more than 1 for yarn")
 
     def pair(turns: float) -> float:
         return rope.dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

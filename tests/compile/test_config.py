@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from qtool.compile.config import read_config
+from qtool.compile.config import DecoderConfig, read_config
 from qtool.compile.layers import Mixture
 from qtool.compile.rope import plain_rope
 from qtool.errors import QtoolError
@@ -47,6 +48,44 @@ def test_a_family_is_a_reading_of_its_config() -> None:
     assert (config.windows, config.qkv_bias, config.output_bias) == ((None, 40, 40), True, False)
     config = read_config(content("mistral"), "config.json")
     assert (config.windows, config.qkv_bias) == ((21, 21, 21), False)
+
+
+def _completed(family: str, config: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    """`config` with transformers' own defaults in place of what it lacks."""
+    read = type(FAMILIES[family]).from_dict(deepcopy(config)).to_dict()
+    return {name: value for name, value in read.items() if name in whole}
+
+
+def _read(config: dict[str, Any]) -> DecoderConfig | None:
+    try:
+        return read_config(config, "config.json")
+    except QtoolError:
+        return None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_field_that_is_absent_or_null_is_refused_or_means_what_it_does_to_transformers(family: str) -> None:
+    whole = content(family, max_position_embeddings=8192)
+    taken = []
+    for name in whole.keys() - {"architectures", "model_type"}:
+        for less in ({k: v for k, v in whole.items() if k != name}, {**whole, name: None}):
+            found = _read(less)
+            if found is None:
+                continue
+            try:
+                completed = _completed(family, less, whole)
+            except StrictDataclassError:  # null where transformers wants a value
+                continue
+            assert found == read_config(completed, "config.json"), (name, less.get(name, "absent"))
+            taken.append(name)
+    assert {"tie_word_embeddings", "rope_parameters"} <= set(taken)
+
+
+def test_mistral_without_a_window_has_that_of_transformers_and_none_where_it_is_null() -> None:
+    config = content("mistral", max_position_embeddings=8192)
+    assert read_config({**config, "sliding_window": None}, "config.json").windows == (None,) * 3
+    del config["sliding_window"]
+    assert read_config(config, "config.json").windows == (4096,) * 3
 
 
 def test_layers_of_a_mixture_model_have_experts_or_one_mlp() -> None:
@@ -113,6 +152,13 @@ def test_scaled_frequencies_are_those_of_transformers(parameters: dict[str, Any]
             "'GPT2LMHeadModel' is not supported.*LlamaForCausalLM.*Qwen3",
         ),
         ({"architectures": []}, "architectures is"),
+        ({"model_type": "mistral"}, "model_type: is 'mistral', wanted 'llama'"),
+        (
+            {"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}},
+            r"high_freq_factor: is 1.0, wanted more than low_freq_factor \(1\)",
+        ),
+        ({"rope_parameters": {**YARN, "rope_theta": 1.0}}, "rope_theta: is 1, wanted more than 1 for yarn"),
+        ({"rope_parameters": {**LINEAR, "factor": math.inf}}, "factor: is inf, wanted a positive number"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: unknown field"),
         ({"rope_parameters": {"rope_type": "ntk", "rope_theta": 1.0}}, "rope_type 'ntk' is not supported"),
         ({"rope_parameters": {"rope_theta": 1e4, "mscale": 2}}, "rope_parameters.mscale: unknown field"),
@@ -139,6 +185,8 @@ def test_qwen_layer_types_have_to_agree_with_the_other_fields() -> None:
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     config = read_config(content("qwen2-window", layer_types=kinds), "config.json")
     assert config.windows == (None, 40, None)
+    every = content("qwen2-window", layer_types=None, max_window_layers=0)
+    assert read_config(every, "config.json").windows == (40,) * 3
     with pytest.raises(QtoolError, match=r"layer_types: is .*wanted full_attention alone"):
         read_config(content("qwen2", layer_types=kinds), "config.json")
     with pytest.raises(QtoolError, match=r"layer_types: is .*wanted 3 of"):
@@ -175,6 +223,8 @@ def test_gemma_layers_slide_by_a_pattern_and_have_a_rope_of_each_kind() -> None:
     assert config.windows == (21, 21, None, 21, 21, None, 21)
     assert config.ropes[0] == plain_rope(32, 512, 5e3)
     assert config.ropes[2].radians == tuple(turn / 8 for turn in plain_rope(32, 512, 1e5).radians)
+    unread = {**GEMMA3_1B, "layer_types": None, "_sliding_window_pattern": 2}
+    assert read_config(unread, "config.json").windows == config.windows
     assert config.attention_scale == 24**-0.5
     assert config.embedding_scale == 96**0.5
     assert config.tied
