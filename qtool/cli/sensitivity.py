@@ -33,7 +33,7 @@ def sensitivity(
     from rich.console import Console
 
     from qtool.calibrate.layers import LayerRunner
-    from qtool.calibrate.windows import recipe_windows
+    from qtool.calibrate.windows import check_vocabulary, recipe_windows
     from qtool.cli.progress import progress_bar
     from qtool.core.checkpoint import Checkpoint
     from qtool.core.recipe import Calibration, override
@@ -53,6 +53,7 @@ def sensitivity(
     runner = LayerRunner(source)
     parts = default_parts(runner) if asked is None else recipe_parts(runner, asked)
     windows, _ = recipe_windows(source, calibration)
+    check_vocabulary(windows, runner.vocab_size, source.path)
     with progress_bar("layers", len(runner)) as advance:
         report = rank(
             runner, windows, parts, checked=check, seed=seed, progress=lambda done, total: advance()
