@@ -46,7 +46,8 @@ def _search(
     weight: Tensor, scheme: IntScheme, dtype: torch.dtype, power: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """The ratio [N, G] of least `power`, which gives that of errors [N, G, g] as [N, G]."""
-    return torch.cat([_search_rows(rows, scheme, dtype, power) for rows in weight.split(_ROWS)])
+    parts = [weight[start : start + _ROWS] for start in range(0, len(weight), _ROWS)]
+    return torch.cat([_search_rows(part, scheme, dtype, power) for part in parts])
 
 
 def _search_rows(
