@@ -15,7 +15,7 @@ from qtool.core.checkpoint import COMPANIONS, Checkpoint
 from qtool.core.files import new_folder, sha256
 from qtool.core.lazy import load
 from qtool.core.manifest import MANIFEST, versions
-from qtool.core.recipe import TensorRtOptions
+from qtool.core.recipe import OpenVinoOptions, TensorRtOptions
 from qtool.errors import UsageError, nearest
 
 DRAFT_FOLDER = "draft"
@@ -87,20 +87,20 @@ def check_target(
     target: str,
     kv_cache: str | None,
     tensorrt: TensorRtOptions | None,
-    dynamic_quantization: int | None = None,
+    openvino: OpenVinoOptions | None = None,
 ) -> str:
     """The precision of the KV pool that these options give; UsageError where the target can't have them."""
     if target not in TARGETS:
         raise UsageError(
             f"target {target!r} is unknown; {nearest(target, TARGETS)} (known: {', '.join(sorted(TARGETS))})"
         )
-    kv_bytes, takes_options = TARGETS[target].kv_bytes, TARGETS[target].takes_options
-    if tensorrt is not None and not takes_options:
+    if tensorrt is not None and not TARGETS[target].takes_options:
         raise UsageError(f"target {target} has no use for the options of TensorRT; leave them out")
     if tensorrt is not None and tensorrt.attention == "plugin" and target != "tensorrt":
         raise UsageError(f"target {target} has no plugins; leave attention: plugin out")
-    if dynamic_quantization is not None and target != "openvino":
-        raise UsageError(f"target {target} has no use for dynamic_quantization; leave it out")
+    if openvino is not None and target != "openvino":
+        raise UsageError(f"target {target} has no use for the options of OpenVINO; leave them out")
+    kv_bytes = TARGETS[target].kv_bytes
     kv_cache = kv_cache or next(iter(kv_bytes))
     if kv_cache not in kv_bytes:
         raise UsageError(
@@ -115,7 +115,7 @@ def compile_engine(
     output: Path,
     *,
     kv_cache: str | None = None,
-    dynamic_quantization: int | None = None,
+    openvino: OpenVinoOptions | None = None,
     tensorrt: TensorRtOptions | None = None,
     hidden_states: str | None = None,
     draft: Path | None = None,
@@ -125,10 +125,9 @@ def compile_engine(
 
     `kv_cache` is the precision of keys and values in the pool: f32 is exact, f16 halves the pool's
     bytes, u8 quarters them; what they cost is for ``qtool eval`` to measure. None takes the most exact that
-    the target has, and is refused for a checkpoint that asks for a quantized one. `dynamic_quantization` is
-    how many inputs of a quantized linear OpenVINO's kernels round to int8 with one scale as they come, on
-    CPUs with VNNI instructions; None rounds none. `progress` is told the phase of a build that takes long,
-    and the share of it that is done.
+    the target has, and is refused for a checkpoint that asks for a quantized one. `openvino` is what OpenVINO
+    may round while it computes. `progress` is told the phase of a build that takes long, and the share of it
+    that is done.
 
     `hidden_states` says what the engine gives of a token beside logits, see `hidden.parse_layers`. `draft` is
     a folder of draft heads, which are compiled into ``draft``; the engine gives what they read.
@@ -138,7 +137,7 @@ def compile_engine(
     damaged or has something the decoder does not know.
     """
     chosen_cache = kv_cache
-    kv_cache = check_target(target, kv_cache, tensorrt, dynamic_quantization)
+    kv_cache = check_target(target, kv_cache, tensorrt, openvino)
     write = load(TARGETS[target].write, extra=target)
     source = Checkpoint(checkpoint)
     if source.kv_cache is not None and chosen_cache is None:
@@ -152,8 +151,8 @@ def compile_engine(
     if head is not None:
         layers = tuple(dict.fromkeys((*layers, *head.config.hidden_layers)))
     check_schemes(source, target, TARGETS[target].abilities)
-    if dynamic_quantization is not None:
-        check_dynamic_quantization(source, dynamic_quantization)
+    if openvino is not None and openvino.dynamic_quantization is not None:
+        check_dynamic_quantization(source, openvino.dynamic_quantization)
     options = {
         "target": target,
         "tensorrt": tensorrt or TensorRtOptions(),
@@ -162,7 +161,7 @@ def compile_engine(
     with new_folder(output) as folder:
         write(source, config, folder, layers, **options if TARGETS[target].takes_options else {})
         _copy_companions(checkpoint, folder)
-        spec = _spec(source, config, target, kv_cache, dynamic_quantization, folder)
+        spec = _spec(source, config, target, kv_cache, openvino, folder)
         if layers:
             hidden = HiddenStates(size=config.hidden_size, layers=layers)
             spec = spec.model_copy(update={"hidden_states": hidden})
@@ -189,7 +188,7 @@ def _spec(
     config: DecoderConfig,
     target: str,
     kv_cache: str,
-    dynamic_quantization: int | None,
+    openvino: OpenVinoOptions | None,
     folder: Path,
 ) -> EngineSpec:
     kv_bytes = TARGETS[target].kv_bytes[kv_cache](config.head_dim)
@@ -200,7 +199,7 @@ def _spec(
         max_context=config.max_context,
         block_size=TARGETS[target].block_size,
         kv_cache=kv_cache,
-        dynamic_quantization=dynamic_quantization,
+        openvino=openvino,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,

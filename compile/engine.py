@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qtool.compile.hidden import HiddenStates
+from qtool.core.recipe import OpenVinoOptions
 from qtool.errors import QtoolError
 
 ENGINE = "engine.json"
@@ -25,8 +26,8 @@ class EngineSpec(BaseModel):
     """Tokens a block of the KV pool holds."""
     kv_cache: str
     """The precision of keys and values in the pool."""
-    dynamic_quantization: int | None = None
-    """Inputs of a quantized linear that the kernels round to int8 with one scale; None: not rounded."""
+    openvino: OpenVinoOptions | None = None
+    """What its kernels round, if it is one for OpenVINO that rounds anything."""
     num_layers: int
     num_kv_heads: int
     head_dim: int

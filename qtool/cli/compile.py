@@ -1,14 +1,18 @@
 """``qtool compile``: lower a checkpoint to an engine."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 if TYPE_CHECKING:
-    from qtool.core.recipe import CompileTarget, TensorRtOptions
+    from qtool.core.recipe import CompileTarget, OpenVinoOptions, TensorRtOptions
+
+    Options = TypeVar("Options", OpenVinoOptions, TensorRtOptions)
 
 _TENSORRT = "TensorRT"
+_OPENVINO = "OpenVINO"
 
 
 def compile_(
@@ -21,15 +25,8 @@ def compile_(
     kv_cache: Annotated[
         str | None,
         typer.Option(
-            help="Precision of the KV cache: f32, f16 or u8, as far as the target has it; its most exact by "
-            "default. Below f32 costs accuracy."
-        ),
-    ] = None,
-    dynamic_quantization: Annotated[
-        int | None,
-        typer.Option(
-            help="OpenVINO: round inputs of quantized linears to int8, 32, 64 or 128 with one scale. Faster, "
-            "and costs accuracy."
+            help="Precision of the KV cache: f32, f16 or u8, as far as the target has it; its most "
+            "exact by default. Below f32 costs accuracy."
         ),
     ] = None,
     hidden_states: Annotated[
@@ -51,6 +48,14 @@ def compile_(
             "--verify", help="Run the compiled graph on this CPU and print its drift from CHECKPOINT."
         ),
     ] = False,
+    dynamic_quantization: Annotated[
+        int | None,
+        typer.Option(
+            help="Round inputs of quantized linears to int8, 32, 64 or 128 with one scale. Faster on CPUs "
+            "with VNNI instructions.",
+            rich_help_panel=_OPENVINO,
+        ),
+    ] = None,
     cc: Annotated[
         str | None,
         typer.Option(help="Compute capabilities to build for, such as 80,86,89.", rich_help_panel=_TENSORRT),
@@ -73,7 +78,7 @@ def compile_(
     from qtool.cli.progress import share_bar
     from qtool.compile.build import check_target, compile_engine
     from qtool.core.files import refuse_existing
-    from qtool.core.recipe import CompileTarget, override
+    from qtool.core.recipe import CompileTarget, OpenVinoOptions, TensorRtOptions
     from qtool.core.sources import resolve
     from qtool.runtime.tokenizer import Tokenizer
 
@@ -86,9 +91,11 @@ def compile_(
         "max_context": max_context,
         "draft_tokens": draft_tokens,
     }
-    options = _changed(chosen.tensorrt, limits)
-    chosen = override(chosen, kv_cache=kv_cache, dynamic_quantization=dynamic_quantization)
-    pool = check_target(target, chosen.kv_cache, options, chosen.dynamic_quantization)
+    options = _changed(TensorRtOptions, chosen.tensorrt, limits)
+    rounding = {"dynamic_quantization": dynamic_quantization}
+    openvino = _changed(OpenVinoOptions, chosen.openvino, rounding)
+    kv_cache = kv_cache or chosen.kv_cache
+    check_target(target, kv_cache, options, openvino)
     model = resolve(checkpoint)
     Tokenizer.load(model)  # an engine without one cannot be served
     with share_bar(f"compiling for {target}") as progress:
@@ -96,8 +103,8 @@ def compile_(
             model,
             target,
             output,
-            kv_cache=pool,
-            dynamic_quantization=chosen.dynamic_quantization,
+            kv_cache=kv_cache,
+            openvino=openvino,
             tensorrt=_with_onnx(options) if verify and target.startswith("tensorrt") else options,
             hidden_states=hidden_states,
             draft=draft,
@@ -161,10 +168,12 @@ def _capabilities(text: str | None) -> tuple[int, ...] | None:
         raise UsageError(f"--cc is {text!r}, wanted whole numbers such as 80,86,89") from None
 
 
-def _changed(options: "TensorRtOptions | None", limits: dict[str, object]) -> "TensorRtOptions | None":
+def _changed(
+    kind: "type[Options]", options: "Options | None", given: Mapping[str, object]
+) -> "Options | None":
     """The options with those of the command line in their place; None when neither says any."""
-    from qtool.core.recipe import TensorRtOptions, override
+    from qtool.core.recipe import override
 
-    if all(value is None for value in limits.values()):
+    if all(value is None for value in given.values()):
         return options
-    return override(options or TensorRtOptions(), **limits)
+    return override(options or kind(), **given)

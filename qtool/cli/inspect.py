@@ -98,8 +98,9 @@ def _facts(found: "Inspection") -> "Table":
         )
     if found.engine is not None:
         table.add_row("block", f"{found.engine.block_size} tokens")
-        rounded = found.engine.dynamic_quantization
-        table.add_row("dynamic quantization", f"{rounded} inputs a scale" if rounded else "none")
+        if (options := found.engine.openvino) is not None:
+            rounded = options.dynamic_quantization
+            table.add_row("inputs rounded to int8", f"{rounded} with one scale" if rounded else "none")
         table.add_row("window", f"{found.engine.window} tokens" if found.engine.window else "none")
         table.add_row("drafts verified", "chains and trees" if found.engine.takes_trees else "chains")
         given = found.engine.hidden_states

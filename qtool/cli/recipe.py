@@ -57,7 +57,7 @@ def check(
             continue
         try:
             for engine in recipe.compile:
-                check_target(engine.target, engine.kv_cache, engine.tensorrt, engine.dynamic_quantization)
+                check_target(engine.target, engine.kv_cache, engine.tensorrt, engine.openvino)
         except UsageError as error:
             problems.append(f"{reference}: compile: {error}")
         else:

@@ -202,6 +202,15 @@ class Evaluation(Frozen):
     gates: Gates = Gates()
 
 
+class OpenVinoOptions(Frozen):
+    """What an OpenVINO engine may round while it computes, to be faster; by default nothing."""
+
+    dynamic_quantization: Literal[32, 64, 128] | None = Field(
+        None,
+        description="inputs of quantized linears that are rounded to int8 with one scale; null: not rounded",
+    )
+
+
 class TensorRtOptions(Frozen):
     """What a TensorRT engine is built for. Its limits become the bounds of the optimization profiles."""
 
@@ -229,11 +238,7 @@ class CompileTarget(Frozen):
 
     target: str = Field(description="openvino, onnx, tensorrt-rtx, tensorrt or reference")
     kv_cache: Literal["f32", "f16", "u8"] | None = Field(None, description="null: the target's most exact")
-    dynamic_quantization: Literal[32, 64, 128] | None = Field(
-        None,
-        description="openvino alone: inputs of quantized linears that are rounded to int8 with one scale; "
-        "null: not rounded",
-    )
+    openvino: OpenVinoOptions | None = Field(None, description="of target openvino alone")
     tensorrt: TensorRtOptions | None = Field(None, description="of the TensorRT targets alone")
 
     @model_validator(mode="after")
@@ -242,8 +247,8 @@ class CompileTarget(Frozen):
             raise ValueError(f"tensorrt has no use for target {self.target}; drop it")
         if self.tensorrt is not None and self.tensorrt.attention == "plugin" and self.target != "tensorrt":
             raise ValueError(f"attention plugin has no use for target {self.target}, which has no plugins")
-        if self.dynamic_quantization is not None and self.target != "openvino":
-            raise ValueError(f"dynamic_quantization has no use for target {self.target}; drop it")
+        if self.openvino is not None and self.target != "openvino":
+            raise ValueError(f"openvino has no use for target {self.target}; drop it")
         return self
 
 

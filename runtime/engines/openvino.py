@@ -8,6 +8,7 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from qtool.compile.engine import EngineSpec, read_spec
+from qtool.core.recipe import OpenVinoOptions
 from qtool.errors import QtoolError
 from qtool.runtime.engines.contract import Floats, Ints, Step, StepResult, wanted_hidden_rows
 from qtool.runtime.engines.pool import num_blocks
@@ -109,10 +110,10 @@ class OpenVinoEngine:
 def compile_model(file: Path, spec: EngineSpec, threads: int | None) -> ov.CompiledModel:
     """Compile an engine's graph for this CPU.
 
-    Everything that OpenVINO would round on its own is off: sums and activations are float32; inputs of
-    quantized linears are rounded, and keys and values have a lower precision, only where the engine was
-    compiled so.
+    Everything that OpenVINO would round on its own is off, unless the engine was compiled so. Threads are not
+    pinned: beside any other work, a pinned thread waits for its core while another is idle.
     """
+    options = spec.openvino or OpenVinoOptions()
     core = ov.Core()
     core.get_property(
         "CPU", "FULL_DEVICE_NAME"
@@ -124,8 +125,9 @@ def compile_model(file: Path, spec: EngineSpec, threads: int | None) -> ov.Compi
     _mark(model, spec)
     settings = {
         "PERFORMANCE_HINT": "LATENCY",
+        "ENABLE_CPU_PINNING": False,
         "INFERENCE_PRECISION_HINT": "f32",
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": spec.dynamic_quantization or 0,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": options.dynamic_quantization or 0,
         "KV_CACHE_PRECISION": spec.kv_cache,
     }
     if threads is not None:

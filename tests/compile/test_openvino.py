@@ -13,6 +13,7 @@ from qtool.compile.build import compile_engine
 from qtool.compile.engine import read_spec
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.qtensor import QuantizedTensor
+from qtool.core.recipe import OpenVinoOptions
 from qtool.core.schemes import IntScheme
 from qtool.errors import UsageError
 from qtool.runtime.engines import open_engine
@@ -176,8 +177,10 @@ def test_inputs_rounded_to_int8_are_an_option_that_costs_a_little(tmp_path: Path
     """127 steps of each group's largest input; on a CPU without VNNI the kernels round nothing."""
     source = write_family("llama", tmp_path / "source")
     checkpoint = write_quantized(source, tmp_path / "model", {"mlp": IntScheme(4, 32, True)})
-    spec = compile_engine(checkpoint, "openvino", tmp_path / "engine", dynamic_quantization=32)
-    assert spec.dynamic_quantization == 32
+    spec = compile_engine(
+        checkpoint, "openvino", tmp_path / "engine", openvino=OpenVinoOptions(dynamic_quantization=32)
+    )
+    assert spec.openvino == OpenVinoOptions(dynamic_quantization=32)
     engine = open_engine(tmp_path / "engine", kv_cache_tokens=POOL, threads=1)
     logits = in_chunks(engine, TOKENS, [7, 2, 11, 5, 13], [33])
     wanted = in_chunks(open_engine(checkpoint, kv_cache_tokens=POOL), TOKENS, [7, 2, 11, 5, 13], [33])
@@ -190,9 +193,13 @@ def test_groups_of_inputs_that_would_not_be_rounded_are_refused(tmp_path: Path) 
     source = write_family("llama", tmp_path / "source")
     checkpoint = write_quantized(source, tmp_path / "model", {"mlp": IntScheme(4, 32, True)})
     with pytest.raises(UsageError, match=r"is 64, which does not divide the group size 32 of model\.layers"):
-        compile_engine(checkpoint, "openvino", tmp_path / "engine", dynamic_quantization=64)
-    with pytest.raises(UsageError, match="onnx has no use for dynamic_quantization"):
-        compile_engine(checkpoint, "onnx", tmp_path / "engine", dynamic_quantization=32)
+        compile_engine(
+            checkpoint, "openvino", tmp_path / "engine", openvino=OpenVinoOptions(dynamic_quantization=64)
+        )
+    with pytest.raises(UsageError, match="onnx has no use for the options of OpenVINO"):
+        compile_engine(
+            checkpoint, "onnx", tmp_path / "engine", openvino=OpenVinoOptions(dynamic_quantization=32)
+        )
 
 
 @pytest.mark.parametrize("kv_cache", ["f32", "f16", "u8"])
