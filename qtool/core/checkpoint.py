@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, bfloat16, float16, float32
 
 from qtool.core.formats import QuantizationFormat, open_format
+from qtool.core.formats.promises import scaled
 from qtool.core.kv_cache import KvCache
 from qtool.core.qtensor import KvScales, Linear
 from qtool.core.schemes import KvCacheScheme, LinearScheme
@@ -19,8 +20,6 @@ from qtool.errors import QtoolError, UsageError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_SCALES = (".weight_scale", ".scales", ".weight_scale_inv")
-"""Ends of the names of what every quantized linear has, in one format or another."""
 _DENSE = (float16, bfloat16, float32)
 COMPANIONS = (
     "generation_config.json",
@@ -177,8 +176,9 @@ class Checkpoint:
         """What each quantized linear computes with, by its name, known without reading them."""
         if self.format is None:
             return {}
-        stored = [name.rpartition(".")[0] for name in self if name.endswith(_SCALES)]
-        return {module: self.format.scheme(module) for module in stored if self.format.quantizes(module)}
+        return {
+            module: self.format.scheme(module) for module in scaled(self) if self.format.quantizes(module)
+        }
 
     @property
     def kv_cache(self) -> KvCacheScheme | None:

@@ -10,9 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qtool.core.checkpoint import Checkpoint
+from qtool.core.schemes import Fp4Scheme, Fp8Scheme, IntScheme, LinearScheme
 from qtool.errors import QtoolError
 from tests.compile.checkpoints import edit_config
 from tests.compile.peer_checkpoints import write_awq, write_compressed, write_gptq
+from tests.core.quantized import FP8_BLOCK, write_scheme
 
 MODULE = "model.layers.1.mlp.down_proj"
 """160 inputs in groups of 32, 96 outputs."""
@@ -143,6 +145,9 @@ def edit_quantization(folder: Path, **changes: object) -> None:
         ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'.*wanted 'gemm'"),
         ({"quant_method": "awq", "bits": 8}, "bits is 8"),
         ({"quant_method": "aqlm"}, "quant_method 'aqlm' is not supported"),
+        ({"rotation": "hadamard"}, "quantization_config.rotation: unknown key .value 'hadamard'"),
+        ({"format": "marlin"}, "format is 'marlin', but checkpoint_format 'gptq'"),
+        ({"dynamic": {r"-:.*\.up_proj$": {}}}, "dynamic exempts model.layers.0.mlp.up_proj by"),
     ],
 )
 def test_formats_that_are_not_known_are_refused(
@@ -154,9 +159,101 @@ def test_formats_that_are_not_known_are_refused(
         Checkpoint(folder)
 
 
+def test_keys_that_tell_of_the_making_or_are_switched_off_are_passed_over(tiny: Path, tmp_path: Path) -> None:
+    folder, _ = write_gptq(tiny, tmp_path / "model")
+    edit_quantization(folder, damp_percent=0.01, meta={"quantizer": "gptqmodel:5"}, rotation=None, foem=False)
+    Checkpoint(folder).linear(MODULE)
+
+
+def test_a_head_that_is_said_to_be_quantized_is(tiny: Path, tmp_path: Path) -> None:
+    folder, _ = write_gptq(tiny, tmp_path / "model")
+    edit_quantization(folder, lm_head=True)
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {"lm_head.weight": torch.zeros(320, 96)}, path)
+    with pytest.raises(QtoolError, match="lm_head is true, but lm_head is stored as it was"):
+        Checkpoint(folder)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"alpha": 0.5}, "quantization_config.alpha: unknown key"),
+        ({"format": "gemv"}, "format is 'gemv'"),
+        ({"modules_to_not_convert": ["up_proj"]}, "names 'up_proj', but model.layers.0.mlp.up_proj is quan"),
+    ],
+)
+def test_what_awq_says_is_held_to_what_is_stored(
+    changes: dict[str, object], message: str, tiny: Path, tmp_path: Path
+) -> None:
+    folder, _ = write_awq(tiny, tmp_path / "model")
+    edit_quantization(folder, **changes)
+    with pytest.raises(QtoolError, match=message):
+        Checkpoint(folder)
+
+
+NVFP4 = LinearScheme(Fp4Scheme("nvfp4"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "beside", "message"),
+    [
+        ({"rotate": True}, {}, "quantization.rotate: unknown key"),
+        ({}, {"rotate": True}, "quantization_config.rotate: unknown key"),
+        ({"exclude_modules": ["lm_head", "*mlp*"]}, {}, r"names '\*mlp\*', but model.layers.0.mlp.down_proj"),
+        ({}, {"ignore": ["model.layers.*"]}, r"names 'model.layers.\*', but model.layers.0"),
+        ({"group_size": 32}, {"group_size": 32}, "group_size is 32, wanted 16 for nvfp4"),
+        ({"quant_algo": "NVFP4"}, {}, "quant_algo is 'NVFP4', but 'W4A16_NVFP4' in quantization_config"),
+        ({"kv_cache_quant_algo": "FP8"}, {}, "kv_cache_quant_algo is 'FP8', but kv_cache_scheme is None"),
+    ],
+)
+def test_what_modelopt_says_twice_is_the_same_and_held_to_what_is_stored(
+    changes: dict[str, object], beside: dict[str, object], message: str, tiny: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    write_scheme(tiny, folder, NVFP4, "modelopt")
+    edit_quantization(folder, **beside)
+    file = folder / "hf_quant_config.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps({**said, "quantization": {**said["quantization"], **changes}}))
+    with pytest.raises(QtoolError, match=message):
+        Checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "layout", "part"),
+    [
+        (LinearScheme(IntScheme(4, 32, True)), "compressed-tensors", "weight_zero_point"),
+        (LinearScheme(IntScheme(4, 32, True)), "compressed-tensors", "weight_g_idx"),
+        (LinearScheme(IntScheme(4, 32, False)), "compressed-tensors", "input_scale"),
+        (LinearScheme(Fp8Scheme(1, None)), "compressed-tensors", "weight_global_scale"),
+        (LinearScheme(IntScheme(4, 32, False)), "gptq", "pre_quant_scale"),
+        (LinearScheme(IntScheme(4, 32, False)), "awq", "weight"),
+        (NVFP4, "modelopt", "pre_quant_scale"),
+        (NVFP4, "modelopt", "input_scale"),
+        (FP8_BLOCK, "fp8", "input_scale"),
+    ],
+)
+def test_a_stored_part_that_would_not_be_read_is_named(
+    scheme: LinearScheme, layout: str, part: str, tiny: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    write_scheme(tiny, folder, scheme, layout)
+    Checkpoint(folder).linear(MODULE)
+    damage(folder, lambda parts: parts.update({part: torch.ones(160)}))
+    with pytest.raises(QtoolError, match=rf"{MODULE}\.{part} is stored, but as .* the linear is "):
+        Checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rotate": True}, "quantization_config.rotate: unknown key"),
+        ({"channels": 2}, "group_0.channels: unknown key"),
+        ({"weights": {"num_bits": 8, "type": "float", "scale_bias": 1}}, "weights.scale_bias: unknown key"),
+        (
+            {"weights": {"num_bits": 8, "type": "float", "strategy": "channel", "block_structure": [2, 2]}},
+            "gives a size that strategy 'channel' has no use for",
+        ),
         ({"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "kv_cache_scheme .* is not supported"),
         ({"transform_config": {"config_groups": {"a": {}}}}, "transform_config is not supported"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not supported"),
@@ -180,7 +277,7 @@ def test_schemes_that_are_not_known_are_refused(
     folder = write_compressed(tiny, tmp_path / "model", "fp8")
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     group = config["config_groups"]["group_0"]
-    (group if changes.keys() <= group.keys() else config).update(changes)
+    (group if changes.keys() <= {*group, "channels"} else config).update(changes)
     edit_config(folder, quantization_config=config)
     with pytest.raises(QtoolError, match=message):
         Checkpoint(folder)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from qtool.core.formats.kv_cache import KvLayout
+from qtool.core.formats.promises import refuse_unread
 from qtool.core.qtensor import KvScales, Linear
 from qtool.core.schemes import KvCacheScheme, LinearScheme
 from qtool.errors import QtoolError, UsageError, nearest
@@ -54,6 +55,10 @@ class QuantizationFormat(Protocol):
         """(N, K) of the quantized linear `module`, known without reading its codes."""
         ...
 
+    def parts(self, module: str) -> tuple[str, ...]:
+        """What `read` makes the quantized linear `module` of, each the name of a tensor beside its bias."""
+        ...
+
     def read(self, module: str) -> Linear:
         """The quantized linear `module`, without its bias; QtoolError names what is wrong with it."""
         ...
@@ -96,7 +101,10 @@ class Writer(Protocol):
 
 
 def open_format(checkpoint: "Checkpoint") -> QuantizationFormat | None:
-    """The reader for a checkpoint's quantized tensors; None for a checkpoint that is not quantized."""
+    """The reader for a checkpoint's quantized tensors; None for a checkpoint that is not quantized.
+
+    Raises QtoolError for what is stored, or said of it, and would not be read.
+    """
     config = checkpoint.config.get("quantization_config")
     if config is None:  # ModelOpt's exports said it in a file of their own before config.json knew of it
         config = (
@@ -114,8 +122,10 @@ def open_format(checkpoint: "Checkpoint") -> QuantizationFormat | None:
             f"{checkpoint.path / 'config.json'}: quant_method {method!r} is not supported; "
             + nearest(method, FORMATS)
         )
-    reader: type[QuantizationFormat] = _load(FORMATS[method])
-    return reader(checkpoint)
+    kind: type[QuantizationFormat] = _load(FORMATS[method])
+    reader = kind(checkpoint)
+    refuse_unread(checkpoint, reader)
+    return reader
 
 
 def find_writer(name: str) -> type[Writer]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qtool.core.formats.naming import brief, unquantized
 from qtool.core.formats.parts import Parts
+from qtool.core.formats.promises import refuse_dynamic, refuse_exempt, refuse_unknown
 from qtool.core.formats.uniform import uniform
 from qtool.core.formats.words import pack_to_int32, unpack_from_int32
 from qtool.core.qtensor import KvScales, Linear, QuantizedTensor
@@ -25,6 +26,10 @@ _NUM_BITS, _PER_WORD = 4, 8
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word each of eight outputs lies: the 4 bits from bit 4 * place on."""
 
+_READ = ("quant_method", "version", "bits", "group_size", "zero_point", "modules_to_not_convert", "dynamic")
+_PROVENANCE = ("backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "meta", "modules_to_fuse", "sym")
+"""How the codes were chosen, or are to be run."""
+
 
 class AutoAwq:
     """Reads AutoAWQ's GEMM checkpoints."""
@@ -35,13 +40,19 @@ class AutoAwq:
         self._checkpoint = checkpoint
         config = checkpoint.config["quantization_config"]
         where = f"{checkpoint.path / 'config.json'}: quantization_config"
-        if (version := str(config.get("version", "gemm")).lower()) != "gemm":
-            raise QtoolError(f"{where}.version is {version!r}, which is not supported; wanted 'gemm'")
+        for field, wanted in (("version", "gemm"), ("format", "gemm"), ("pack_dtype", "int32")):
+            if (value := str(config.get(field, wanted)).lower()) != wanted:
+                raise QtoolError(f"{where}.{field} is {value!r}, which is not supported; wanted {wanted!r}")
+        refuse_dynamic(checkpoint, config.get("dynamic"), where)
+        refuse_exempt(
+            checkpoint, config.get("modules_to_not_convert") or (), f"{where}.modules_to_not_convert"
+        )
         if (bits := config.get("bits", _NUM_BITS)) != _NUM_BITS:
             raise QtoolError(f"{where}.bits is {bits!r}; AutoAWQ's GEMM layout holds {_NUM_BITS}")
         group_size = config.get("group_size", 128)
         if not isinstance(group_size, int) or (group_size < 1 and group_size != -1):
             raise QtoolError(f"{where}.group_size is {group_size!r}, wanted a positive number or -1")
+        refuse_unknown(config, (*_READ, *_PROVENANCE, "format", "pack_dtype"), where)
         self._scheme = IntScheme(
             _NUM_BITS, None if group_size == -1 else group_size, symmetric=not config.get("zero_point", True)
         )
@@ -49,7 +60,7 @@ class AutoAwq:
     def quantizes(self, module: str) -> bool:
         """Whether any packed part of `module` is stored."""
         parts = Parts(self._checkpoint, module)
-        return any(name in parts for name in ("qweight", "qzeros", "scales"))
+        return any(name in parts for name in self.parts(module))
 
     def scheme(self, module: str) -> LinearScheme:
         """One for all."""
@@ -59,6 +70,10 @@ class AutoAwq:
         """From the packed codes' own."""
         in_features, words = Parts(self._checkpoint, module).shape("qweight")
         return words * _PER_WORD, in_features
+
+    def parts(self, module: str) -> tuple[str, ...]:
+        """The same for all."""
+        return "qweight", "qzeros", "scales"
 
     def read(self, module: str) -> Linear:
         """Unpack one linear."""

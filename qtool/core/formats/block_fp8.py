@@ -14,6 +14,7 @@ from torch import Tensor
 from qtool.core.activation import Activation
 from qtool.core.formats.layouts import load_fp8
 from qtool.core.formats.parts import Parts
+from qtool.core.formats.promises import refuse_exempt, refuse_unknown
 from qtool.core.qtensor import Fp8Tensor, KvScales, Linear
 from qtool.core.schemes import ActivationScheme, Fp8Scheme, KvCacheScheme, LinearScheme
 from qtool.errors import QtoolError, UsageError
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
     from qtool.core.checkpoint import Checkpoint
 
 _SCALE = "weight_scale_inv"
+_READ = (
+    "quant_method",
+    "weight_block_size",
+    "activation_scheme",
+    "fmt",
+    "expert_dtype",
+    "modules_to_not_convert",
+)
+_PROVENANCE = ("dequantize", "scale_fmt")  # the scales' own dtype tells their format
 
 
 class BlockFp8:
@@ -33,6 +43,10 @@ class BlockFp8:
         self._checkpoint = checkpoint
         config = checkpoint.config["quantization_config"]
         where = f"{checkpoint.path / 'config.json'}: quantization_config"
+        refuse_unknown(config, (*_READ, *_PROVENANCE), where)
+        refuse_exempt(
+            checkpoint, config.get("modules_to_not_convert") or (), f"{where}.modules_to_not_convert"
+        )
         block = config.get("weight_block_size")
         if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) for n in block):
             raise QtoolError(f"{where}.weight_block_size is {block!r}, wanted two numbers such as [128, 128]")
@@ -54,6 +68,10 @@ class BlockFp8:
     def shape(self, module: str) -> tuple[int, int]:
         """As stored."""
         return Parts(self._checkpoint, module).shape("weight")
+
+    def parts(self, module: str) -> tuple[str, ...]:
+        """The same for all."""
+        return "weight", _SCALE
 
     def read(self, module: str) -> Linear:
         """Read one linear; QtoolError names the tensor that is missing or damaged."""

@@ -20,7 +20,7 @@ from qtool.core.activation import Activation
 from qtool.core.formats.config_groups import Group, read_groups
 from qtool.core.formats.config_writing import write_groups
 from qtool.core.formats.kv_cache import KvLayout
-from qtool.core.formats.layouts import layout_of, load, shape_of, store
+from qtool.core.formats.layouts import layout_of, load, parts_of, shape_of, store
 from qtool.core.formats.parts import Parts
 from qtool.core.qtensor import KvScales, Linear, Quantized
 from qtool.core.schemes import Fp4Scheme, IntScheme, KvCacheScheme, LinearScheme
@@ -51,6 +51,11 @@ class CompressedTensors:
     def shape(self, module: str) -> tuple[int, int]:
         """As stored, or from what lies beside the packed codes."""
         return shape_of(Parts(self._checkpoint, module), self._group(module).layout)
+
+    def parts(self, module: str) -> tuple[str, ...]:
+        """Those of the config group's layout and scheme."""
+        group = self._group(module)
+        return parts_of(group.scheme, group.layout, group.reordered)
 
     def read(self, module: str) -> Linear:
         """Read one linear; QtoolError names the tensor that is missing or damaged."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qtool.core.formats.layouts import FP4, PACKED, PLAIN
+from qtool.core.formats.promises import refuse_unknown
 from qtool.core.schemes import (
     NVFP4_ACTIVATIONS,
     ActivationScheme,
@@ -17,6 +18,38 @@ from qtool.core.schemes import (
     WeightScheme,
 )
 from qtool.errors import QtoolError
+
+_CONFIG = (
+    "quant_method",
+    "format",
+    "config_groups",
+    "ignore",
+    "kv_cache_scheme",
+    "sparsity_config",
+    "transform_config",
+    # of how it was made, or is to be loaded
+    "quantization_status",
+    "global_compression_ratio",
+    "version",
+    "dequantize",
+    "run_compressed",
+)
+_GROUP = ("targets", "weights", "input_activations", "output_activations", "format")
+_ARGS = (
+    "num_bits",
+    "type",
+    "symmetric",
+    "strategy",
+    "group_size",
+    "block_structure",
+    "dynamic",
+    "actorder",
+    # of how ranges were found, and of what the stored tensors tell themselves
+    "observer",
+    "observer_kwargs",
+    "scale_dtype",
+    "zp_dtype",
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +98,7 @@ def read_groups(config: Mapping[str, Any], where: str) -> ConfigGroups:
 
     Raises QtoolError for anything that changes the numbers and is not supported.
     """
+    refuse_unknown(config, _CONFIG, f"{where}: quantization_config")
     if config.get("transform_config"):
         raise QtoolError(f"{where}: quantization_config.transform_config is not supported; wanted none")
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
@@ -82,6 +116,7 @@ def read_groups(config: Mapping[str, Any], where: str) -> ConfigGroups:
 
 
 def _group(group: Mapping[str, Any], layout: str | None, where: str) -> Group:
+    refuse_unknown(group, _GROUP, where)
     layout = group.get("format") or layout
     known = (PACKED, *PLAIN, *FP4.values())
     if layout not in known:
@@ -104,6 +139,7 @@ def _group(group: Mapping[str, Any], layout: str | None, where: str) -> Group:
 
 
 def _weights(args: Mapping[str, Any], where: str) -> WeightScheme:
+    _check_args(args, f"{where}.weights")
     bits, kind, strategy = args.get("num_bits"), args.get("type"), args.get("strategy")
     symmetric, size = bool(args.get("symmetric", True)), args.get("group_size")
     if (
@@ -129,6 +165,7 @@ def _weights(args: Mapping[str, Any], where: str) -> WeightScheme:
 
 
 def _activations(args: Mapping[str, Any], where: str) -> ActivationScheme:
+    _check_args(args, f"{where}.input_activations")
     kind, strategy, dynamic = args.get("type"), args.get("strategy"), args.get("dynamic")
     symmetric = bool(args.get("symmetric", True))
     runs = (dynamic is True and strategy in ("token", "group")) or (dynamic is False and strategy == "tensor")
@@ -148,6 +185,7 @@ def _activations(args: Mapping[str, Any], where: str) -> ActivationScheme:
 def _kv_cache(args: Mapping[str, Any] | None, where: str) -> KvCacheScheme | None:
     if not args:
         return None
+    _check_args(args, where)
     kind, strategy = args.get("type"), args.get("strategy") or "tensor"
     plain = args.get("num_bits") == 8 and args.get("symmetric", True) and not args.get("dynamic")
     if plain and kind in ("int", "float") and strategy in ("tensor", "attn_head"):
@@ -156,6 +194,17 @@ def _kv_cache(args: Mapping[str, Any] | None, where: str) -> KvCacheScheme | Non
         f"{where} {_said(args)} is not supported; wanted symmetric int8 or fp8 with calibrated scales, one a "
         "layer (tensor) or one a KV head (attn_head)"
     )
+
+
+def _check_args(args: Mapping[str, Any], where: str) -> None:
+    """Refuse unknown fields, and sizes that the strategy has no use for."""
+    refuse_unknown(args, _ARGS, where)
+    strategy, size = args.get("strategy"), args.get("group_size")
+    blocks = args.get("block_structure")
+    if (blocks and strategy != "block") or (
+        size not in (None, -1) and strategy not in ("group", "tensor_group")
+    ):
+        raise QtoolError(f"{where}: {_said(args)} gives a size that strategy {strategy!r} has no use for")
 
 
 def _said(args: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qtool.core.formats.input_order import read_order
 from qtool.core.formats.parts import Parts
+from qtool.core.formats.promises import refuse_dynamic, refuse_unknown
 from qtool.core.formats.words import unpack_from_int32
 from qtool.core.qtensor import Linear, QuantizedTensor
 from qtool.core.schemes import IntScheme, LinearScheme
@@ -25,6 +26,41 @@ if TYPE_CHECKING:
 ADDED = {"gptq": 1, "gptq_v2": 0}
 """What is added to the stored zero points of each version."""
 NUM_BITS = (2, 3, 4, 8)
+_READ = ("quant_method", "bits", "group_size", "sym", "checkpoint_format", "format", "dynamic", "lm_head")
+_PACKING = ("is_marlin_format", "pack_dtype")
+_PROVENANCE = (
+    "act_group_aware",
+    "backend",
+    "batch_size",
+    "block_name_to_quantize",
+    "cache_block_outputs",
+    "damp_auto_increment",
+    "damp_percent",
+    "dataset",
+    "desc_act",  # g_idx tells the order of inputs
+    "exllama_config",
+    "gc_mode",
+    "hessian",
+    "max_input_length",
+    "meta",
+    "model_file_base_name",
+    "model_name_or_path",
+    "model_seqlen",
+    "module_name_preceding_first_block",
+    "modules_in_block_to_quantize",
+    "mse",
+    "offload_to_disk",
+    "offload_to_disk_path",
+    "pad_token_id",
+    "quantizer",
+    "static_groups",
+    "tokenizer",
+    "true_sequential",
+    "use_cuda_fp16",
+    "use_exllama",
+    "vram_strategy",
+)
+"""How the codes were chosen, or are to be run."""
 
 
 class GptqFormat:
@@ -36,15 +72,20 @@ class GptqFormat:
         self._checkpoint = checkpoint
         config = checkpoint.config["quantization_config"]
         where = f"{checkpoint.path / 'config.json'}: quantization_config"
-        version = config.get("checkpoint_format") or "gptq"
+        refuse_unknown(config, (*_READ, *_PACKING, *_PROVENANCE), where)
+        named = config.get("format")
+        version = config.get("checkpoint_format") or named or "gptq"
         if version not in ADDED:
             raise QtoolError(
                 f"{where}.checkpoint_format is {version!r}, which is not supported; wanted {', '.join(ADDED)}"
             )
+        if named not in (None, version):
+            raise QtoolError(f"{where}.format is {named!r}, but checkpoint_format {version!r}")
         if config.get("is_marlin_format") or config.get("pack_dtype", "int32") != "int32":
             raise QtoolError(f"{where} describes another packing than GPTQ's own, which is not supported")
-        if any(not pattern.startswith("-") for pattern in config.get("dynamic") or ()):
-            raise QtoolError(f"{where}.dynamic gives modules formats of their own, which is not supported")
+        refuse_dynamic(checkpoint, config.get("dynamic"), where)
+        if config.get("lm_head") and "lm_head.weight" in checkpoint:
+            raise QtoolError(f"{where}.lm_head is true, but lm_head is stored as it was, not quantized")
         bits, group_size = config.get("bits"), config.get("group_size", 128)
         if bits not in NUM_BITS:
             raise QtoolError(f"{where}.bits is {bits!r}, wanted 2, 3, 4 or 8")
@@ -58,7 +99,7 @@ class GptqFormat:
     def quantizes(self, module: str) -> bool:
         """Whether any packed part of `module` is stored."""
         parts = Parts(self._checkpoint, module)
-        return any(name in parts for name in ("qweight", "qzeros", "scales", "g_idx"))
+        return any(name in parts for name in self.parts(module))
 
     def scheme(self, module: str) -> LinearScheme:
         """The config's; where groups do not divide the inputs, with parts of groups that do."""
@@ -69,6 +110,10 @@ class GptqFormat:
         """From the packed codes' own."""
         rows, out_features = Parts(self._checkpoint, module).shape("qweight")
         return out_features, rows * 32 // self._scheme.num_bits
+
+    def parts(self, module: str) -> tuple[str, ...]:
+        """The same for all."""
+        return "qweight", "qzeros", "scales", "g_idx"
 
     def read(self, module: str) -> Linear:
         """Unpack one linear, its groups made contiguous by the order of its inputs."""

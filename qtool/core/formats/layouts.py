@@ -101,6 +101,26 @@ def load(parts: Parts, scheme: LinearScheme, layout: str, reordered: bool = Fals
     return Linear(codes, None, order, activation)
 
 
+def parts_of(scheme: LinearScheme, layout: str, reordered: bool) -> tuple[str, ...]:
+    """The names of what `load` reads of a linear."""
+    weight, inputs = scheme.weight, scheme.activation
+    packed = layout == PACKED or layout in FP4.values()
+    names = ["weight_packed" if packed else "weight", "weight_scale"]
+    if layout == PACKED:
+        names.append("weight_shape")
+    if isinstance(weight, IntScheme) and not weight.symmetric:
+        names.append("weight_zero_point")
+    if reordered:
+        names.append("weight_g_idx")
+    if weight == Fp4Scheme("nvfp4"):
+        names.append("weight_global_scale")
+    if inputs is not None and inputs.kind == "nvfp4":
+        names.append("input_global_scale")
+    elif inputs is not None and not inputs.dynamic:
+        names += ["input_scale"] if inputs.symmetric else ["input_scale", "input_zero_point"]
+    return tuple(names)
+
+
 def shape_of(parts: Parts, layout: str) -> tuple[int, int]:
     """(N, K) of the linear that `parts` hold, without reading its codes."""
     if layout == PACKED:
