@@ -20,13 +20,13 @@ from qtool.runtime.speculation.training.corpus import CorpusOptions, read_seeds
 from qtool.runtime.speculation.training.features import collect, hidden_of, read_shard
 from qtool.runtime.speculation.training.network import Batch, Network
 from qtool.runtime.speculation.training.run import Course, train_head
-from qtool.runtime.speculation.training.start import HeadOptions, frequent_tokens
+from qtool.runtime.speculation.training.start import HeadOptions, fit_start, frequent_tokens
 from qtool.runtime.speculation.training.train import TrainOptions, TrainReport, mean_length
 from qtool.runtime.tokenizer import Tokenizer
 from tests.runtime.heads import seeded_head
 from tests.runtime.test_draft_heads import serve
 
-TEXT = Path(__file__).read_text(encoding="utf-8")
+TEXT = Path(__file__).read_text(encoding="utf-8")[:8000]
 
 
 class KilledError(Exception):
@@ -66,7 +66,7 @@ def test_training_loses_less_and_the_heads_serve(
         tiny, replace(chosen, training=replace(chosen.training, epochs=0.01)), tmp_path / "untrained"
     )
     after = run(tiny, replace(chosen, training=replace(chosen.training, epochs=4)), tmp_path / "heads")
-    assert after.loss < 0.95 * before.loss
+    assert after.loss < 0.97 * before.loss
     assert len(after.acceptance) == 2  # of which a random model's answers, which are noise, say nothing
     assert not (tmp_path / "heads.partial").exists()
     head = read_head(tmp_path / "heads")
@@ -148,7 +148,6 @@ def test_only_what_is_learned_is_changed(tiny: Path, tmp_path: Path, course: Cal
     run(tiny, course("eagle", 0.2), tmp_path / "heads")
     tensors = load_file(tmp_path / "heads" / "head.safetensors")
     table = load_file(tiny / "model.safetensors")["model.embed_tokens.weight"]
-    assert np.array_equal(tensors["embed_tokens.weight"].numpy(), table.half().numpy())
     chosen = tensors["draft_tokens"].long()
     assert np.array_equal(tensors["lm_head.weight"].numpy(), table[chosen].half().numpy())
 
@@ -169,3 +168,27 @@ def test_prompts_are_neither_learned_nor_counted(tiny: Path) -> None:
     assert losses[0] == losses[1]
     every = network.loss(Batch(tokens, hidden, hidden, counted | True), 2).item()
     assert every != losses[0]
+
+
+def test_the_start_finds_what_a_token_adds_to_the_feature_before_it(tiny: Path) -> None:
+    """Of features that are a linear map of the last and something of each token's own, which has nothing to
+    do with its embedding, all but what too few tokens tell."""
+    generator = torch.Generator().manual_seed(0)
+    head = seeded_head(tiny, "eagle")
+    carried = 0.5 * torch.eye(96)
+    own, alone = torch.randn(320, 96, generator=generator), torch.randn(320, 96, generator=generator)
+
+    def batch() -> Batch:
+        tokens = torch.randint(0, 320, (64, 200), generator=generator)
+        finals = [torch.randn(64, 96, generator=generator)]
+        for place in range(1, 200):
+            finals.append(finals[-1] @ carried.T + own[tokens[:, place]])
+        final = torch.stack(finals, dim=1)
+        return Batch(tokens, final, final, torch.ones_like(tokens, dtype=torch.bool))
+
+    learned, fresh = [batch(), batch()], batch()
+    fitted = fit_start(head, alone, lambda: learned)
+    inputs = torch.cat([fitted.tensor("embed_tokens.weight")[fresh.tokens[:, 1:]], fresh.final[:, :-1]], -1)
+    error = inputs @ fitted.tensor("fc.weight").T - fresh.final[:, 1:]
+    # each token was seen 80 times: a fifth of what is its own is held back, 4 % of its square
+    assert error.square().mean() < 0.06 * own.square().mean()

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from qtool.compile.hidden import FINAL
 from qtool.errors import QtoolError
 from qtool.runtime.engines.contract import Engine, Floats, Step
 from qtool.runtime.speculation.training.corpus import CorpusOptions, Seed, complete
@@ -91,6 +92,36 @@ def hidden_of(engine: Engine, tokens: Sequence[int]) -> Floats:
         )
         parts.append(engine.run_with_hidden(step).hidden)
     return np.concatenate(parts)
+
+
+def hidden_alone(engine: Engine, prefix: Sequence[int], file: Path) -> Tensor:
+    """The final hidden state [V, hidden] of every token with no text of its own before it, only a block of
+    `prefix`, repeated. Kept in `file`, and taken from there if that is there."""
+    if file.is_file():
+        return load_file(file)["hidden"]
+    assert engine.hidden_states is not None, "the caller has looked"
+    columns = engine.hidden_states.columns(FINAL)
+    size = engine.block_size
+    hidden_of(engine, (list(prefix) * size)[:size])
+    count = min(_TOKENS_A_STEP, engine.num_blocks - 1)
+    parts = []
+    for start in range(0, engine.vocab_size, count):
+        new = min(count, engine.vocab_size - start)
+        step = Step(
+            token_ids=np.arange(start, start + new, dtype=np.int32),
+            positions=np.full(new, size, np.int32),
+            past_lens=np.full(new, size, np.int32),
+            new_lens=np.ones(new, np.int32),
+            block_tables=[[0, 1 + place] for place in range(new)],
+            logit_rows=np.empty(0, np.int32),
+            hidden_rows=np.arange(new, dtype=np.int32),
+        )
+        parts.append(torch.from_numpy(engine.run_with_hidden(step).hidden[:, columns]))
+    hidden = torch.cat(parts).float()
+    temporary = file.with_suffix(".partial")
+    save_file({"hidden": hidden}, temporary)
+    temporary.replace(file)
+    return hidden
 
 
 def read_shard(shard: Path) -> list[Example]:

@@ -19,10 +19,10 @@ from qtool.errors import UsageError
 from qtool.runtime.engines.contract import Engine
 from qtool.runtime.speculation.training.batches import Batches
 from qtool.runtime.speculation.training.corpus import CorpusOptions, read_seeds
-from qtool.runtime.speculation.training.features import collect, read_shard
+from qtool.runtime.speculation.training.features import collect, hidden_alone, read_shard
 from qtool.runtime.speculation.training.start import (
     HeadOptions,
-    fit_fusion,
+    fit_start,
     frequent_tokens,
     layers_read,
     new_head,
@@ -33,6 +33,10 @@ from qtool.runtime.tokenizer import Tokenizer
 
 REPORT = "training.json"
 _STATE = "state.json"
+_PREFIX = (
+    "There are many things that one can say about it, and about people, and some of them are as follows. "
+)
+"""Says nothing: the text before every token of the vocabulary when it is looked at alone."""
 
 Told = Callable[[str, int, int, str], None]
 """Is told what goes on, how many of its steps are done, of how many, and a word on it."""
@@ -83,7 +87,11 @@ def train_head(
     tokens = frequent_tokens(sequences, count, config.vocab_size)
     head = new_head(course.head, config, weights, tokens)
     batches = Batches(shards, given, head.config.hidden_layers, course.training.batch_size)
-    head = fit_fusion(head, batches.load(batches.epoch(0)))
+    if course.head.kind == "eagle":
+        told("fitting", 0, 1, "")
+        prefix = tokenizer.encode(_PREFIX, add_special_tokens=False)
+        alone = hidden_alone(engine, prefix, work / "alone.safetensors")
+        head = fit_start(head, alone, lambda: batches.load(batches.epoch(0)))
     trained, report = train(
         head,
         target_output(config, weights),

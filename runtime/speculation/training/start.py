@@ -1,7 +1,7 @@
 """Where training begins: a head that borrows what it can from its target."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,10 @@ from qtool.compile.heads.head import EMBED, LM_HEAD, TOKENS, Head, shapes
 from qtool.compile.hidden import FINAL, HiddenLayer, eagle3_layers
 from qtool.errors import UsageError
 from qtool.runtime.speculation.training.network import Batch
+
+_DAMPING = 1 / 16
+"""Of what feeds the matrices that start at zero. Adam moves all weights alike, and a last layer's inner
+values are so large that its first steps would undo the fitted start."""
 
 
 @dataclass(frozen=True)
@@ -122,28 +126,49 @@ def _copy_last_layer(
         tensors["layers.0.hidden_norm.weight"] = weights.tensor(f"{prefix}.input_layernorm.weight")
         tensors["norm.weight"] = weights.tensor(f"{FINAL_NORM}.weight")
         return
-    # embeddings are small beside features: a norm brings both to one scale, and least squares to one penalty
-    tensors["embedding_norm.weight"] = torch.ones(hidden)
+    for name in ("self_attn.v_proj", "mlp.up_proj"):
+        tensors[f"layers.0.{name}.weight"] *= _DAMPING
 
 
 _PENALTY = 1e-3
 """Of least squares, relative to the mean of the squares."""
+_SHRINK = 20
+"""A token's own mean counts as much as the fit for all tokens once it was seen so often."""
 
 
 @torch.no_grad()
-def fit_fusion(head: Head, batches: Iterable[Batch]) -> Head:
-    """EAGLE-1 with its `fc` fitted by least squares to the target's next feature: a start in closed form,
-    which gradient descent would take hours for. Other heads as they are."""
+def fit_start(head: Head, alone: Tensor, epoch: Callable[[], Iterable[Batch]]) -> Head:
+    """EAGLE-1 fitted to the target's next feature in closed form, a start that gradient descent would take
+    hours for. Other heads as they are.
+
+    The next feature is taken for a linear map of the last one, plus something of the token's own. The latter
+    is a linear map of its embedding and of `alone` [V, hidden], the target's final hidden state after the
+    token with no text of its own before it; then what the token's residuals have in common is added. The
+    sum is a table, which takes the place of the embeddings. `epoch` gives all batches, anew each time.
+    """
     if head.config.kind != "eagle":
         return head
-    table, eps = head.tensor(EMBED).float(), head.config.decoder().rms_norm_eps
-    width = 2 * head.config.hidden_size
-    gram, moment = torch.zeros(width, width), torch.zeros(width, head.config.hidden_size)
-    for batch in batches:
-        tokens = F.rms_norm(table[batch.tokens[:, 1:]], table.shape[1:], eps=eps)
-        inputs = torch.cat([tokens, batch.features[:, :-1]], dim=-1).flatten(0, 1)
+    hidden, eps = head.config.hidden_size, head.config.decoder().rms_norm_eps
+    table = head.tensor(EMBED).float()
+    known = torch.cat([F.rms_norm(table, (hidden,), eps=eps), F.rms_norm(alone, (hidden,), eps=eps)], dim=-1)
+    width = known.shape[1] + hidden
+    gram, moment = torch.zeros(width, width), torch.zeros(width, hidden)
+    for tokens, features, wanted in map(_pairs, epoch()):
+        inputs = torch.cat([known[tokens], features], dim=-1)
         gram += inputs.T @ inputs
-        moment += inputs.T @ batch.final[:, 1:].flatten(0, 1)
+        moment += inputs.T @ wanted
     gram += _PENALTY * gram.diagonal().mean() * torch.eye(width)
-    fitted = torch.linalg.solve(gram, moment).T
-    return Head(head.config, {**head.tensors, "fc.weight": fitted})
+    fitted = torch.linalg.solve(gram, moment)
+    own, carried = known @ fitted[:-hidden], fitted[-hidden:]
+    residuals, count = torch.zeros_like(own), torch.zeros(len(own), 1)
+    for tokens, features, wanted in map(_pairs, epoch()):
+        residuals.index_add_(0, tokens, wanted - own[tokens] - features @ carried)
+        count.index_add_(0, tokens, torch.ones(len(tokens), 1))
+    own += residuals / (count + _SHRINK)
+    fusion = torch.cat([torch.eye(hidden), carried.T], dim=-1)
+    return Head(head.config, {**head.tensors, EMBED: own, "fc.weight": fusion})
+
+
+def _pairs(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each place: its token [n], the final feature before it [n, hidden], and its own [n, hidden]."""
+    return batch.tokens[:, 1:].flatten(), batch.final[:, :-1].flatten(0, 1), batch.final[:, 1:].flatten(0, 1)
