@@ -18,7 +18,7 @@ class CheckpointWeights:
     """The decoder's `Weights`, read lazily from a checkpoint that has been found to fit `config`.
 
     Raises QtoolError on opening when a stored tensor has no place in the decoder, and on reading when one
-    is missing or has another shape than the config says.
+    is missing, has another shape than the config says, or holds what is no finite number.
     """
 
     def __init__(self, config: DecoderConfig, checkpoint: Checkpoint) -> None:
@@ -36,6 +36,13 @@ class CheckpointWeights:
         if config.tied and f"{HEAD}.weight" in checkpoint:
             self._check_tied()
 
+    def read_all(self) -> None:
+        """Read every weight once and keep none: raises what reading it later would."""
+        for name in (f"{EMBEDDING}.weight", *self._norms):
+            self.tensor(name)
+        for module in self._places:
+            self.linear(module)
+
     def tensor(self, name: str) -> Tensor:
         """A stored tensor, in its stored dtype; the weight of a norm as what it multiplies by."""
         tensor = self._checkpoint.dense(name)
@@ -44,11 +51,17 @@ class CheckpointWeights:
             raise QtoolError(
                 f"{self._checkpoint.path}: {name} has shape {tuple(tensor.shape)}, config.json says {wanted}"
             )
+        self._check_finite(name, tensor)
         return 1 + tensor.float() if self._config.unit_offset_norms and name in self._norms else tensor
 
     def linear(self, module: str) -> Linear:
         """A linear, dense or quantized."""
         place = self._places[module]
+        if module == HEAD and self._checkpoint.format is None and f"{HEAD}.weight" not in self._checkpoint:
+            raise QtoolError(
+                f"{self._checkpoint.path}: holds no {HEAD}.weight, though tie_word_embeddings is false or "
+                f"absent in config.json; set it to true if the head is {EMBEDDING}.weight"
+            )
         linear, shape = self._checkpoint.linear(place.module), self._shapes[place.module]
         if tuple(linear.weight.shape) != shape:
             raise QtoolError(
@@ -60,7 +73,17 @@ class CheckpointWeights:
                 f"{self._checkpoint.path}: {place.module} has {'a' if linear.bias is not None else 'no'} "
                 "bias, config.json says otherwise"
             )
+        for part, tensor in (("weight", linear.weight), ("bias", linear.bias)):
+            if isinstance(tensor, Tensor):
+                self._check_finite(f"{place.module}.{part}", tensor)
         return linear if len(place.rows) == shape[0] else cut(linear, place.rows)
+
+    def _check_finite(self, name: str, tensor: Tensor) -> None:
+        if not bool(tensor.isfinite().all()):
+            raise QtoolError(
+                f"{self._checkpoint.path}: {name} has values that are infinite or no numbers; the "
+                "checkpoint is damaged, fetch it again"
+            )
 
     def _has_bias(self, module: str) -> bool:
         if module.endswith(("q_proj", "k_proj", "v_proj")):

@@ -53,7 +53,7 @@ def stored_codes(weight: QuantizedTensor | Fp8Tensor) -> Tensor:
     codes = weight.codes.T
     if isinstance(weight, QuantizedTensor):
         return _integers(codes, weight)
-    raw = codes.contiguous().view(torch.uint8).numpy().reshape(-1)
+    raw = codes.contiguous().reshape(-1).view(torch.uint8).numpy()
     return Tensor(raw, TensorProto.FLOAT8E4M3FN, codes.shape)
 
 
@@ -88,7 +88,8 @@ def _integers(codes: torch.Tensor, weight: QuantizedTensor) -> Tensor:
 
 def floats(tensor: torch.Tensor) -> Tensor:
     """A floating point tensor, in its own dtype."""
-    raw = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
+    # flat first: a single row transposed is contiguous, but not in its last dimension
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return Tensor(raw, KINDS[tensor.dtype], tensor.shape)
 
 

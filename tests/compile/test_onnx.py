@@ -9,6 +9,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from onnx import TensorProto
+from transformers import MixtralConfig
 
 from qtool.compile.backends.onnx import DATA, MODEL, write_onnx
 from qtool.compile.build import compile_engine
@@ -21,7 +22,7 @@ from qtool.runtime.engines import onnx as driver
 from qtool.runtime.engines import open_engine
 from qtool.runtime.engines.contract import Engine
 from qtool.runtime.engines.onnx import OnnxEngine
-from tests.compile.checkpoints import FAMILIES, write_family, write_quantized
+from tests.compile.checkpoints import FAMILIES, SHAPE, write_family, write_model, write_quantized
 from tests.compile.steps import Chunk, difference, in_chunks, step_of
 
 TOKENS = np.random.default_rng(1).integers(0, 101, 150).tolist()
@@ -71,6 +72,12 @@ def test_every_family_has_the_logits_of_the_reference(
     family: str, compiled: Compiler, tmp_path: Path
 ) -> None:
     checkpoint = write_family(family, tmp_path / "model")
+    assert_same(compiled(checkpoint), open_engine(checkpoint, kv_cache_tokens=POOL))
+
+
+def test_a_router_of_one_expert_is_a_matrix_of_one_row(compiled: Compiler, tmp_path: Path) -> None:
+    config = MixtralConfig(**SHAPE, num_local_experts=1, num_experts_per_tok=1)
+    checkpoint = write_model(config, tmp_path / "model")
     assert_same(compiled(checkpoint), open_engine(checkpoint, kv_cache_tokens=POOL))
 
 
