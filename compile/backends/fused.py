@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qtool.compile.backends.fused_pool import FusedPool
-from qtool.compile.backends.reference import Dense, Tokens
+from qtool.compile.backends.reference import Dense, Tokens, choose_experts
 from qtool.compile.decoder import Attention
 from qtool.compile.kernels.launch import Batch, paged_attention
 from qtool.compile.layers import Mixture
@@ -67,9 +67,7 @@ class Fused(Dense):
     def mixture(
         self, x: Tensor, logits: Tensor, mixture: Mixture, experts: Sequence[Callable[[Tensor], Tensor]]
     ) -> Tensor:
-        shares, chosen = logits.float().softmax(dim=-1).topk(mixture.num_chosen)
-        if mixture.normalized:
-            shares = shares / shares.sum(dim=-1, keepdim=True)
+        shares, chosen = choose_experts(logits, mixture)
         owner, order = chosen.flatten().sort(stable=True)
         rows = order // mixture.num_chosen
         ends = torch.searchsorted(owner, torch.arange(len(experts), device=owner.device), right=True)

@@ -215,7 +215,8 @@ def write(
 def _shares(logits: Node, mixture: Mixture) -> Node:
     """Each expert's share of each row [T, experts], 0 where it is not chosen."""
     probabilities = ops.softmax(logits, 1)
-    shares, chosen = ops.topk(probabilities, _integers(mixture.num_chosen), 1, "max", "value").outputs()
+    count = _integers(mixture.num_chosen)
+    shares, chosen = ops.topk(probabilities, count, 1, "max", "value", stable=True).outputs()
     if mixture.normalized:
         shares = ops.divide(shares, ops.reduce_sum(shares, _integers([1]), True)).output(0)
     nothing = ops.multiply(probabilities, _floats(0.0))

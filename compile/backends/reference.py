@@ -135,9 +135,7 @@ class Dense:
     def mixture(
         self, x: Tensor, logits: Tensor, mixture: Mixture, experts: Sequence[Callable[[Tensor], Tensor]]
     ) -> Tensor:
-        shares, chosen = logits.float().softmax(dim=-1).topk(mixture.num_chosen)
-        if mixture.normalized:
-            shares = shares / shares.sum(dim=-1, keepdim=True)
+        shares, chosen = choose_experts(logits, mixture)
         output = torch.zeros_like(x)
         for index, expert in enumerate(experts):
             rows, rank = torch.where(chosen == index)
@@ -191,6 +189,17 @@ class Reference(Dense):
         return pool[table[: -(-end // block_size)]].flatten(0, 1)[:end].to(new.dtype)
 
 
+def choose_experts(logits: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
+    """Shares [T, chosen] in float32, and the numbers of the experts that have them.
+
+    The first of experts with equal shares is chosen, as in every backend; transformers leaves that to
+    torch.topk, whose choice depends on the number of experts and on the device.
+    """
+    shares, experts = logits.float().softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    shares, experts = shares[:, : mixture.num_chosen], experts[:, : mixture.num_chosen]
+    return shares / shares.sum(dim=-1, keepdim=True) if mixture.normalized else shares, experts
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
@@ -217,7 +226,7 @@ def write(
     checkpoint: Checkpoint, config: DecoderConfig, folder: Path, hidden_layers: Sequence[HiddenLayer] = ()
 ) -> None:
     """The engine is the checkpoint itself: its files, hard-linked where the file system allows."""
-    CheckpointWeights(config, checkpoint)
+    CheckpointWeights(config, checkpoint).read_all()
     for file in checkpoint.files:
         target = folder / file.name
         try:
