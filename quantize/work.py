@@ -15,7 +15,7 @@ from qtool.calibrate.layers import Weights
 from qtool.calibrate.skeleton import PREFIX
 from qtool.core.activation import Activation
 from qtool.core.checkpoint import read_json
-from qtool.core.files import refuse_existing, write_text
+from qtool.core.files import refuse_existing, rename_new, write_text
 from qtool.core.formats.compressed_tensors import decode
 from qtool.core.formats.kv_cache import KvLayout
 from qtool.core.manifest import LinearRecord
@@ -151,7 +151,7 @@ class WorkFolder:
 
     def finish(self, checkpoint: Path) -> None:
         """Rename the whole checkpoint to the output, and clean up."""
-        checkpoint.rename(self._output)
+        rename_new(checkpoint, self._output)
         shutil.rmtree(self._path, ignore_errors=True)
 
 

@@ -1,16 +1,24 @@
-"""Files that are either whole or absent: write under a temporary name, rename at the end."""
+"""Files that are either whole or absent: write under a temporary name, rename at the end.
+
+The writer holds a lock on what has the temporary name. Where nobody holds it, the writer was killed, and the
+next run for the same output removes it.
+"""
 
 import errno
+import fcntl
 import hashlib
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qtool.errors import QtoolError, UsageError
 
 _CHUNK = 1 << 20
+_SUFFIX = ".partial"
 _LONGEST_NAME = 230
 """Bytes: file systems take 255, and what is written under a temporary name adds to it."""
 
@@ -26,12 +34,9 @@ def sha256(path: Path) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file whole: a reader sees the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with _temporary(path, Path.touch) as temporary:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def refuse_existing(path: Path) -> None:
@@ -54,24 +59,107 @@ def refuse_existing(path: Path) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, renamed to `path` when the block ends well and removed when it does not.
 
-    Raises UsageError when `path` exists, QtoolError when it cannot be created or the disk is full.
+    Raises UsageError when `path` exists, or does by then, QtoolError when it cannot be created or the disk is
+    full.
     """
     refuse_existing(path)
-    temporary = path.absolute().with_name(f".{path.name}.{os.getpid()}")
+    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with _temporary(path.absolute(), Path.mkdir) as temporary:
+        try:
+            yield temporary
+            rename_new(temporary, path)
+        except Exception as error:
+            told = isinstance(error, QtoolError)
+            if reason := _no_room(error) or (None if told else _no_room(_probe(temporary))):
+                raise QtoolError(
+                    f"{path}: could not be written ({reason}) and nothing of it was kept; "
+                    "free some space or name an output on another disk"
+                ) from error
+            raise
+
+
+def check_room(folder: Path) -> None:
+    """Raise the OSError that tells of a full disk, if that is what keeps `folder` from growing."""
+    error = _probe(folder)
+    if error is not None and _no_room(error):
+        raise error
+
+
+def rename_new(temporary: Path, path: Path) -> None:
+    """Give a finished folder its name; UsageError when something else has it by now."""
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
         temporary.rename(path)
-    except Exception as error:
-        told = isinstance(error, QtoolError)
-        if reason := _no_room(error) or (None if told else _no_room(_probe(temporary))):
-            raise QtoolError(
-                f"{path}: could not be written ({reason}) and nothing of it was kept; "
-                "free some space or name an output on another disk"
-            ) from error
-        raise
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise UsageError(
+            f"{path}: already exists, since another run made it meanwhile; name another output"
+        ) from error
+
+
+@contextmanager
+def _temporary(path: Path, make: Callable[[Path], object]) -> Iterator[Path]:
+    """A new file or folder beside `path`, locked; removed at the end if it still has that name."""
+    _remove_left_over(path)
+    temporary, lock = _made(path, make)
+    try:
+        yield temporary
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
+        if lock is not None:
+            os.close(lock)
+
+
+def _made(path: Path, make: Callable[[Path], object]) -> tuple[Path, int | None]:
+    """What was made, and its lock; None on a file system without locks, where nothing counts as left over."""
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_SUFFIX}")
+        make(temporary)
+        try:
+            lock = _lock(temporary)
+        except OSError:
+            return temporary, None
+        if lock is not None:
+            return temporary, lock
+        # another run took it for left over before it was locked
+
+
+def _lock(path: Path) -> int | None:
+    """Hold `path` until the descriptor given is closed; None when it is gone, or someone else holds it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    if path.exists():
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _remove_left_over(path: Path) -> None:
+    """Remove what killed runs for the same output left."""
+    ours = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}{re.escape(_SUFFIX)}")
+    for left in path.parent.iterdir():
+        if not ours.fullmatch(left.name):
+            continue
+        with suppress(OSError):
+            if (lock := _lock(left)) is not None:
+                _remove(left)
+                os.close(lock)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _probe(folder: Path) -> Exception | None:

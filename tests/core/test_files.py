@@ -2,6 +2,9 @@ import errno
 import hashlib
 import os
 import resource
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,6 +81,39 @@ def test_a_name_that_leaves_no_room_for_a_temporary_one_is_refused(tmp_path: Pat
             refuse_existing(path)
     with new_folder(tmp_path / ("x" * 230)):
         pass
+
+
+def test_two_runs_of_one_output_leave_each_other_alone_and_the_later_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 7)  # as it is in every container
+
+    def race() -> None:
+        with new_folder(tmp_path / "out") as later:
+            with new_folder(tmp_path / "out") as first:
+                (first / "first").touch()
+            (later / "later").touch()
+
+    with pytest.raises(UsageError, match="out: already exists, since another run made it"):
+        race()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "first"]
+
+
+@pytest.mark.parametrize("make", ["new_folder(path)", "_temporary(path, Path.touch)"])
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path, make: str) -> None:
+    lines = (
+        "import os, signal, sys",
+        "from pathlib import Path",
+        "from qtool.core.files import _temporary, new_folder",
+        "path = Path(sys.argv[1])",
+        f"with {make}: os.kill(os.getpid(), signal.SIGKILL)",
+    )
+    killed = subprocess.run([sys.executable, "-c", "\n".join(lines), str(tmp_path / "out")], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.suffix for path in tmp_path.iterdir()] == [".partial"]
+    (tmp_path / ".out.notes.partial").touch()
+    write_text(tmp_path / "out", "text")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.notes.partial"}
 
 
 def test_what_exists_is_refused_even_a_dangling_link(tmp_path: Path) -> None:
