@@ -44,7 +44,9 @@ def train_draft(
         float, typer.Option(min=0, max=1, help="Share of texts that the model continues by itself.")
     ] = 0.5,
     draft_vocab: Annotated[int, typer.Option(min=1, help="Tokens that the heads can propose.")] = 8192,
-    learning_rate: Annotated[float, typer.Option(min=0, help="Its highest value.")] = 1e-3,
+    learning_rate: Annotated[
+        float | None, typer.Option(min=0, help="Its highest value; by default what suits the kind.")
+    ] = None,
     threads: Threads = None,
     device: Device = None,
 ) -> None:

@@ -42,7 +42,7 @@ def course(tmp_path: Path) -> Callable[..., Course]:
         return Course(
             HeadOptions(kind, draft_vocab_size=300, num_heads=2),
             CorpusOptions(seq_len=48, own_share=0.5, max_sequences=100),
-            TrainOptions(epochs=epochs, depth=2, save_every=3),
+            TrainOptions(epochs=epochs, depth=2, save_every=3, learning_rate=3e-3),
             str(data),
         )
 

@@ -98,7 +98,8 @@ def hidden_alone(engine: Engine, prefix: Sequence[int], file: Path) -> Tensor:
     """The final hidden state [V, hidden] of every token with no text of its own before it, only a block of
     `prefix`, repeated. Kept in `file`, and taken from there if that is there."""
     if file.is_file():
-        return load_file(file)["hidden"]
+        kept: Tensor = load_file(file)["hidden"]
+        return kept
     assert engine.hidden_states is not None, "the caller has looked"
     columns = engine.hidden_states.columns(FINAL)
     size = engine.block_size

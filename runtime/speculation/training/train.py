@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from qtool.compile.heads.config import HeadKind
 from qtool.compile.heads.head import Head
 from qtool.runtime.speculation.training.batches import Batches
 from qtool.runtime.speculation.training.network import Batch, Network, acceptance
@@ -19,6 +20,9 @@ _WARM_UP = 30
 """Steps in which the learning rate rises."""
 _LAST_SHARE = 0.1
 """Of the learning rate, at the end."""
+_RATES: dict[HeadKind, float] = {"medusa": 1e-3, "eagle": 2e-4, "eagle3": 1e-3}
+_FITTED_SHARE = 0.15
+"""Of the learning rate, for EAGLE-1's `fc`, which starts from the best linear fit."""
 _CLIP = 0.5
 """Of the gradient's norm, as EAGLE's own training."""
 
@@ -32,7 +36,8 @@ class TrainOptions:
     """Sequences."""
     depth: int = 3
     """Drafts that are unrolled; of Medusa its heads."""
-    learning_rate: float = 1e-3
+    learning_rate: float | None = None
+    """The highest; None is what suits the kind."""
     save_every: int = 50
     """Steps."""
 
@@ -82,16 +87,15 @@ def train(
     """
     network = Network(head.config, head.tensors, target_output, device)
     held_out = [batch.to(device) for batch in batches.load(batches.held_out)]
-    optimizer = torch.optim.AdamW(
-        network.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-    )
+    optimizer = torch.optim.AdamW(_groups(network, options), betas=(0.9, 0.95), weight_decay=0.0)
+    rates = [group["lr"] for group in optimizer.param_groups]
     total = max(1, round(options.epochs * batches.num_batches))
     step, loss, before = _resume(folder / _STATE, network, optimizer)
     if step == 0:
         before = tuple(acceptance(network, held_out, options.depth))
     for batch in _from(batches, step, total):
-        for group in optimizer.param_groups:
-            group["lr"] = options.learning_rate * _schedule(step, total)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * _schedule(step, total)
         value = network.loss(batch.to(device), options.depth)
         optimizer.zero_grad()
         value.backward()  # type: ignore[no-untyped-call]
@@ -109,6 +113,17 @@ def train(
         acceptance=tuple(acceptance(network, held_out, options.depth)),
     )
     return network.head(), report
+
+
+def _groups(network: Network, options: TrainOptions) -> list[dict[str, object]]:
+    """Parameters by learning rate."""
+    kind = network.config.kind
+    rate = _RATES[kind] if options.learning_rate is None else options.learning_rate
+    fitted = [value for name, value in network.named_parameters() if kind == "eagle" and name[:3] == "fc/"]
+    chosen = set(map(id, fitted))
+    free = [value for value in network.parameters() if id(value) not in chosen]
+    groups: list[dict[str, object]] = [{"params": free, "lr": rate}]
+    return [*groups, {"params": fitted, "lr": _FITTED_SHARE * rate}] if fitted else groups
 
 
 def _from(batches: Batches, step: int, total: int) -> Iterator[Batch]:
