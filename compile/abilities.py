@@ -52,8 +52,15 @@ def check_schemes(checkpoint: Checkpoint, target: str, abilities: Abilities) -> 
 
 def check_dynamic_quantization(checkpoint: Checkpoint, group_size: int) -> None:
     """Raise UsageError naming the first linear whose inputs would not be rounded, its weights' groups cutting
-    those of `group_size` inputs: OpenVINO computes such a one with its inputs as they are, without a word."""
-    for module, scheme in checkpoint.schemes().items():
+    those of `group_size` inputs: OpenVINO computes such a one with its inputs as they are, without a word.
+    Raise it too where no linear is of integers, whose inputs alone are rounded."""
+    schemes = checkpoint.schemes()
+    if not any(isinstance(scheme.weight, IntScheme) for scheme in schemes.values()):
+        raise UsageError(
+            f"{checkpoint.path}: dynamic_quantization is {group_size}, but no linear is quantized to "
+            "integers, so it would round nothing; leave it out, or quantize the checkpoint first"
+        )
+    for module, scheme in schemes.items():
         weight = scheme.weight
         if isinstance(weight, IntScheme) and (weight.group_size or group_size) % group_size:
             raise UsageError(

@@ -150,6 +150,11 @@ def compile_engine(
     head = None if draft is None else read_head(draft, checkpoint)
     if head is not None:
         layers = tuple(dict.fromkeys((*layers, *head.config.hidden_layers)))
+    if tensorrt is not None and (tensorrt.max_context or 0) > config.max_context:
+        raise UsageError(
+            f"{checkpoint}: was made for {config.max_context} positions, max_context is "
+            f"{tensorrt.max_context}; take as many or fewer"
+        )
     check_schemes(source, target, TARGETS[target].abilities)
     if openvino is not None and openvino.dynamic_quantization is not None:
         check_dynamic_quantization(source, openvino.dynamic_quantization)
@@ -166,7 +171,7 @@ def compile_engine(
             hidden = HiddenStates(size=config.hidden_size, layers=layers)
             spec = spec.model_copy(update={"hidden_states": hidden})
         if tensorrt is not None and tensorrt.max_context is not None:
-            spec = spec.model_copy(update={"max_context": min(tensorrt.max_context, config.max_context)})
+            spec = spec.model_copy(update={"max_context": tensorrt.max_context})
         spec.save(folder)
         if head is not None:
             chosen = TARGETS[target]

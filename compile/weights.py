@@ -57,9 +57,9 @@ class CheckpointWeights:
     def linear(self, module: str) -> Linear:
         """A linear, dense or quantized."""
         place = self._places[module]
-        if module == HEAD and self._checkpoint.format is None and f"{HEAD}.weight" not in self._checkpoint:
+        if module == HEAD and not any(name.startswith(f"{HEAD}.") for name in self._checkpoint):
             raise QtoolError(
-                f"{self._checkpoint.path}: holds no {HEAD}.weight, though tie_word_embeddings is false or "
+                f"{self._checkpoint.path}: holds no {HEAD}, though tie_word_embeddings is false or "
                 f"absent in config.json; set it to true if the head is {EMBEDDING}.weight"
             )
         linear, shape = self._checkpoint.linear(place.module), self._shapes[place.module]

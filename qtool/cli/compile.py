@@ -111,21 +111,27 @@ def compile_(
             progress=progress,
         )
     if verify:
-        _verify(output, model)
-        if target.startswith("tensorrt") and not (options and options.keep_onnx):
-            _drop_onnx(output)
+        try:
+            _verify(output, model)
+        finally:
+            if target.startswith("tensorrt") and not (options and options.keep_onnx):
+                _drop_onnx(output)
     typer.echo(output)
 
 
 def _verify(engine: Path, checkpoint: Path) -> None:
-    """Print the drift of the compiled graph."""
+    """Print the drift of the compiled graph; the engine stays whatever comes of it."""
     from rich.console import Console
 
     from qtool.cli.progress import progress_bar
+    from qtool.errors import QtoolError
     from qtool.eval.verify import NUM_WINDOWS, verify
 
-    with progress_bar("verifying", NUM_WINDOWS) as advance:
-        report = verify(engine, checkpoint, on_window=advance)
+    try:
+        with progress_bar("verifying", NUM_WINDOWS) as advance:
+            report = verify(engine, checkpoint, on_window=advance)
+    except QtoolError as error:
+        raise QtoolError(f"{engine}: is built and was kept, but verifying it failed: {error}") from error
     Console().print(report.table())
 
 

@@ -1,6 +1,7 @@
 """``qtool inspect``: what a checkpoint or an engine is, and what its steps cost at least."""
 
 import json
+import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -78,6 +79,9 @@ def _machine(bandwidth: float | None, flops: float | None) -> "Machine":
     from qtool.compile.roofline import Machine
     from qtool.errors import UsageError
 
+    for option, value in (("--bandwidth", bandwidth), ("--flops", flops)):
+        if value is not None and not math.isfinite(value):
+            raise UsageError(f"{option} is {value}, wanted a finite number")
     if bandwidth is None:
         if flops is not None:
             raise UsageError("--flops alone would be judged by this machine's memory; give --bandwidth too")

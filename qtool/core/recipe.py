@@ -270,7 +270,11 @@ def override(settings: _Section, **values: Any) -> _Section:
     try:
         return type(settings).model_validate({**settings.model_dump(), **changed})
     except ValidationError as error:
-        problems = (f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
+        problems = (
+            f"{problem['loc'][0]}: {problem['msg'].replace('Input should', 'should')} "
+            f"(got {problem['input']!r})"
+            for problem in error.errors()
+        )
         raise UsageError("; ".join(problems)) from error
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from qtool.errors import QtoolError
 from tests.cli.conftest import Qtool
 
 
@@ -22,6 +23,27 @@ def test_verify_prints_the_drift_of_the_graph_and_then_the_folder(
     assert ended.code == 0, ended.err
     assert "top-1 agreement" in ended.out
     assert ended.out.endswith(f"{output}\n")
+
+
+def test_an_engine_that_fails_to_verify_is_kept_and_that_is_said(
+    qtool: Qtool, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise QtoolError("logits are not finite")
+
+    monkeypatch.setattr("qtool.eval.verify.verify", fail)
+    output = tmp_path / "engine"
+    ended = qtool("compile", tiny, "--target", "reference", "-o", output, "--verify")
+    assert (ended.code, ended.out) == (1, "")
+    assert "engine: is built and was kept, but verifying it failed: logits are not finite" in ended.err
+    assert (output / "engine.json").is_file()
+
+
+def test_a_number_that_an_option_cannot_be_is_told(qtool: Qtool, tiny: Path, tmp_path: Path) -> None:
+    options = ("--target", "openvino", "--dynamic-quantization", "33")
+    ended = qtool("compile", tiny, *options, "-o", tmp_path / "engine")
+    assert ended.code == 2
+    assert "dynamic_quantization: should be 32, 64 or 128 (got 33)" in ended.err
 
 
 def test_an_unknown_architecture_is_named(qtool: Qtool, tiny_copy: Path, tmp_path: Path) -> None:

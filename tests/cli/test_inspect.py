@@ -68,6 +68,9 @@ def test_inspect_refuses_what_makes_no_sense(tiny: Path, qtool: Qtool) -> None:
     ended = qtool("inspect", tiny, "--flops", "2")
     assert (ended.code, ended.out) == (2, "")
     assert "give --bandwidth too" in ended.err
+    ended = qtool("inspect", tiny, "--bandwidth", "inf", "--flops", "inf")
+    assert (ended.code, ended.out) == (2, "")
+    assert "--bandwidth is inf, wanted a finite number" in ended.err
     ended = qtool("inspect", tiny, "--kv-cache", "u9", "--bandwidth", "1")
     assert ended.code == 2
     assert "--kv-cache 'u9' is unknown; known: f16, f32, u8" in ended.err

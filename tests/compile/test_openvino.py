@@ -196,6 +196,12 @@ def test_groups_of_inputs_that_would_not_be_rounded_are_refused(tmp_path: Path) 
         compile_engine(
             checkpoint, "openvino", tmp_path / "engine", openvino=OpenVinoOptions(dynamic_quantization=64)
         )
+    with pytest.raises(
+        UsageError, match="dynamic_quantization is 32, but no linear is quantized to integers"
+    ):
+        compile_engine(
+            source, "openvino", tmp_path / "engine", openvino=OpenVinoOptions(dynamic_quantization=32)
+        )
     with pytest.raises(UsageError, match="onnx has no use for the options of OpenVINO"):
         compile_engine(
             checkpoint, "onnx", tmp_path / "engine", openvino=OpenVinoOptions(dynamic_quantization=32)

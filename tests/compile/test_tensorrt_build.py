@@ -9,6 +9,7 @@ from pathlib import Path
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from safetensors.torch import load_file, save_file
 
 from qtool.compile.backends.tensorrt.checks import GraphFacts
 from qtool.compile.backends.tensorrt.info import EngineInfo, Layer, LayerTensor, read_info
@@ -281,6 +282,37 @@ def test_a_builder_that_crashes_is_an_error_with_its_last_words(
     spec = spec_for(tmp_path, [helper.make_node("Relu", ["x"], ["y"])], {"x": [8, 64]})
     with pytest.raises(QtoolError, match=said):
         run_build(spec, silent, command=(sys.executable, "-c", script))
+
+
+def test_a_disk_without_room_for_the_plan_is_what_is_told(tmp_path: Path) -> None:
+    spec = spec_for(tmp_path, [helper.make_node("Relu", ["x"], ["y"])], {"x": [8, 64]})
+    script = f"open({str(spec.plan)!r}, 'wb').write(bytes(3_000_000))"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_500_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            run_build(spec, silent, command=(sys.executable, "-c", script))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_weight_beyond_float16_is_named_before_the_build(tmp_path: Path) -> None:
+    checkpoint = write_family("llama", tmp_path / "model")
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = 1e5
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.raises(
+        QtoolError, match=r"model: model\.layers\.1\.mlp\.up_proj\.weight reaches 100000"
+    ):
+        compile_engine(checkpoint, "tensorrt-rtx", tmp_path / "engine")
+
+
+def test_a_context_beyond_the_model_s_is_refused(tmp_path: Path) -> None:
+    checkpoint = write_family("llama", tmp_path / "model")
+    with pytest.raises(UsageError, match="was made for 512 positions, max_context is 513"):
+        compile_engine(
+            checkpoint, "tensorrt-rtx", tmp_path / "engine", tensorrt=TensorRtOptions(max_context=513)
+        )
 
 
 def test_the_log_of_a_crash_is_told(tmp_path: Path) -> None:

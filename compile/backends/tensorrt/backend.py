@@ -23,7 +23,7 @@ from qtool.compile.backends.tensorrt.plugins import plugin_operations
 from qtool.compile.backends.tensorrt.process import Progress, run_build
 from qtool.compile.backends.tensorrt.profiles import Profile, plan_profiles
 from qtool.compile.backends.tensorrt.schemes import check_formats
-from qtool.compile.backends.tensorrt.weights import PairedFp4, SplitChannels, SymmetricWeights
+from qtool.compile.backends.tensorrt.weights import InRange, PairedFp4, SplitChannels, SymmetricWeights
 from qtool.compile.backends.tensorrt.worker import BuildSpec
 from qtool.compile.backends.tensorrt.zero_points import fold_zero_points
 from qtool.compile.config import DecoderConfig
@@ -54,7 +54,7 @@ def write(
     Raises as `write_engine` does, and UsageError for a number format that one of the GPUs lacks.
     """
     check_formats(checkpoint, FLAVOURS[target], tensorrt.compute_capabilities)
-    weights = CheckpointWeights(config, checkpoint)
+    weights = InRange(CheckpointWeights(config, checkpoint), str(checkpoint.path))
     write_engine(weights, config, folder, target, tensorrt, progress, hidden_layers)
 
 

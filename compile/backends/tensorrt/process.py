@@ -10,6 +10,7 @@ from typing import TextIO
 
 from qtool.compile.backends.tensorrt.log import Line, faults
 from qtool.compile.backends.tensorrt.worker import FAILED, BuildSpec
+from qtool.core.files import check_room
 from qtool.errors import QtoolError
 
 Progress = Callable[[str, float], None]
@@ -21,6 +22,7 @@ _LAST_LINES = 12
 def run_build(spec: BuildSpec, progress: Progress, command: Sequence[str] = _WORKER) -> list[Line]:
     """Build a plan in a child process; the builder's messages.
 
+    Raises OSError when it ended for want of room on the disk.
     Raises QtoolError when the builder fails or crashes, and when it succeeds but logged anything that
     `log.faults` knows; the message has the builder's own words.
     """
@@ -34,8 +36,10 @@ def run_build(spec: BuildSpec, progress: Progress, command: Sequence[str] = _WOR
             _follow(child, spec, progress)
         finally:
             child.kill()  # only when the above was interrupted is there anything left to end
-        lines = _read(spec.log)
         code = child.wait()
+        if code != 0:
+            check_room(spec.plan.parent)  # which the builder has no words for
+        lines = _read(spec.log)
         if code not in (0, FAILED):
             raise QtoolError(_crash(spec, code, lines, printed))
     found = list(dict.fromkeys(faults(lines)))

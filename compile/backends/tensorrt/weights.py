@@ -7,7 +7,45 @@ import torch
 from qtool.compile.codes import as_int4_pairs, stored_bits
 from qtool.compile.decoder import Weights
 from qtool.core.qtensor import Fp4Tensor, Linear, QuantizedTensor
+from qtool.errors import QtoolError
 from qtool.quantize.methods.grid import fit_grid
+
+
+@dataclass(frozen=True)
+class InRange:
+    """`source`, each number of which float16 can hold: QtoolError names the first tensor with others.
+
+    `where` names the checkpoint.
+    """
+
+    source: Weights
+    where: str
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor `name`."""
+        tensor = self.source.tensor(name)
+        self._check(name, tensor)
+        return tensor
+
+    def linear(self, module: str) -> Linear:
+        """The linear `module`."""
+        linear = self.source.linear(module)
+        weight = linear.weight
+        if isinstance(weight, torch.Tensor):
+            self._check(f"{module}.weight", weight)
+        elif weight.scale.dtype.itemsize > 1:
+            self._check(f"{module}'s scales", weight.scale)
+        if linear.bias is not None:
+            self._check(f"{module}.bias", linear.bias)
+        return linear
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        largest = tensor.abs().max().item()
+        if largest > torch.finfo(torch.float16).max:
+            raise QtoolError(
+                f"{self.where}: {name} reaches {largest:g}, more than the float16 that TensorRT computes "
+                "in can hold; compile for openvino or onnx"
+            )
 
 
 @dataclass(frozen=True)
