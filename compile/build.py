@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qtool.compile.abilities import Abilities, check_dynamic_quantization, check_schemes
 from qtool.compile.config import DecoderConfig, read_config
-from qtool.compile.engine import EngineSpec
+from qtool.compile.engine import EngineSpec, own_files
 from qtool.compile.heads.build import write_head
 from qtool.compile.heads.head import read_head
 from qtool.compile.hidden import HiddenStates, parse_layers
@@ -213,4 +213,5 @@ def _spec(
         kv_bytes_per_token=config.num_layers * config.num_kv_heads * kv_bytes,
         versions=versions(),
         checkpoint={file.name: sha256(file) for file in source.files},
+        files=own_files(folder, target),
     )

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from qtool.errors import QtoolError, UsageError
 
@@ -16,7 +16,7 @@ class HiddenStates(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    size: int
+    size: PositiveInt
     layers: tuple[HiddenLayer, ...]
 
     @property

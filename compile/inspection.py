@@ -9,7 +9,7 @@ from qtool.compile.backends.tensorrt.info import INFO, ProfileInfo, read_info
 from qtool.compile.build import TARGETS
 from qtool.compile.config import DecoderConfig, read_config
 from qtool.compile.decoder import linear_shapes
-from qtool.compile.engine import ENGINE, EngineSpec, read_spec
+from qtool.compile.engine import ENGINE, EngineSpec, check_files, read_spec
 from qtool.compile.layout import places
 from qtool.compile.roofline import Frozen, WeightBytes, part_of
 from qtool.core.checkpoint import Checkpoint, read_json
@@ -98,6 +98,7 @@ def _checkpoint(path: Path) -> tuple[Inspection, DecoderConfig, WeightBytes]:
 
 def _engine(path: Path, spec: EngineSpec) -> tuple[Inspection, DecoderConfig, WeightBytes]:
     """Engines keep weights in forms of their own: bytes are shared out as the linears' sizes are."""
+    check_files(path, spec)
     stored = read_json(path / "config.json")
     config = read_config(stored, str(path / "config.json"))
     info = read_info(path) if (path / INFO).is_file() else None

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from qtool.compile.engine import EngineSpec
+from qtool.compile.engine import EngineSpec, own_files
 from qtool.compile.heads.head import TOKENS, Head
 from qtool.compile.hidden import FINAL, HiddenStates
 from qtool.core.lazy import load
@@ -46,5 +46,6 @@ def write_head(
         hidden_states=HiddenStates(size=head.config.hidden_size, layers=(FINAL,)),
         versions=versions(),
         checkpoint={},
+        files=own_files(folder, target),
     )
     spec.save(folder)

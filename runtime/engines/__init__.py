@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from qtool.compile.engine import ENGINE, read_spec
+from qtool.compile.engine import ENGINE, check_files, read_spec
 from qtool.core.lazy import load
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.runtime.engines.contract import Engine
@@ -30,9 +30,11 @@ def open_engine(
     GPU. Raises UsageError when the folder is neither, and for a device that the engine can't have.
     """
     if (path / ENGINE).is_file():
-        target = read_spec(path).target
+        spec = read_spec(path)
+        target = spec.target
         if target not in DRIVERS:
             raise QtoolError(f"{path / ENGINE}: target {target!r} has no driver; {nearest(target, DRIVERS)}")
+        check_files(path, spec)
     elif (path / "config.json").is_file():
         target = "reference"
     else:

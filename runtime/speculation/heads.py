@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from qtool.compile.engine import ENGINE
+from qtool.compile.engine import ENGINE, check_files, read_spec
 from qtool.compile.heads.config import HEAD_CONFIG, HeadConfig, read_head_config
 from qtool.compile.hidden import HiddenLayer
 from qtool.errors import UsageError
@@ -76,6 +76,7 @@ def _names(layers: tuple[HiddenLayer, ...]) -> str:
 def _open_layer(path: Path, num_tokens: int, device: str | None, threads: int | None) -> DraftLayer:
     """The graph of a compiled head, else its weights in torch."""
     if (path / ENGINE).is_file():
+        check_files(path, read_spec(path))
         from qtool.runtime.speculation.draft_openvino import OpenVinoLayer
 
         return OpenVinoLayer(path, num_tokens=num_tokens, threads=threads)

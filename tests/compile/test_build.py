@@ -7,8 +7,10 @@ import pytest
 
 from qtool.compile.build import compile_engine
 from qtool.compile.engine import EngineSpec, read_spec
+from qtool.compile.inspection import inspect
 from qtool.core.files import sha256
 from qtool.errors import QtoolError, UsageError
+from qtool.runtime.engines import open_engine
 from tests.compile.checkpoints import edit_config
 
 
@@ -55,6 +57,54 @@ def test_what_cannot_be_compiled_leaves_nothing_behind(tiny_copy: Path, tmp_path
 def test_an_engine_that_exists_is_not_overwritten(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="already exists"):
         compile_engine(tiny, "openvino", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("target", "file"),
+    [
+        ("openvino", "model.bin"),
+        ("openvino", "model.xml"),
+        ("onnx", "model.onnx.data"),
+        ("reference", "model.safetensors"),
+    ],
+)
+def test_an_engine_whose_files_are_cut_or_missing_is_refused_by_name(
+    target: str, file: str, tiny: Path, tmp_path: Path
+) -> None:
+    engine = tmp_path / "engine"
+    spec = compile_engine(tiny, target, engine)
+    content = (engine / file).read_bytes()
+    assert spec.files[file] == len(content)
+    (engine / file).unlink()  # not the file of the checkpoint, which may be the same
+    (engine / file).write_bytes(content[:-1])
+    for read in (inspect, open_engine):
+        with pytest.raises(QtoolError, match=rf"{file}: has {len(content) - 1} bytes, engine.json says"):
+            read(engine)
+    (engine / file).unlink()
+    for read in (inspect, open_engine):
+        with pytest.raises(QtoolError, match=r"is missing|holds no"):
+            read(engine)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema_version": 2}, r"schema_version: Input should be 1 \(got 2\)"),
+        ({"block_size": 0}, "block_size: Input should be greater than 0"),
+        ({"kv_cache": "u3"}, "kv_cache: .*got 'u3'"),
+        ({"hidden_states": {"size": 96, "layers": [3]}}, "hidden_states names layer 3 of 3"),
+        ({"target": "onnx"}, r"holds no \*\.onnx, which an engine for onnx has"),
+    ],
+)
+def test_an_engine_json_that_cannot_be_true_is_refused(
+    changes: dict[str, object], message: str, tiny: Path, tmp_path: Path
+) -> None:
+    engine = tmp_path / "engine"
+    compile_engine(tiny, "reference", engine)
+    said = json.loads((engine / "engine.json").read_text())
+    (engine / "engine.json").write_text(json.dumps(said | changes))
+    with pytest.raises(QtoolError, match=message):
+        open_engine(engine)
 
 
 def test_a_damaged_engine_json_is_an_error_that_names_the_field(tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ def test_a_folder_that_is_no_engine_is_refused(folder: Path, tmp_path: Path) -> 
 
 def test_a_damaged_openvino_graph_is_an_error_that_names_the_file(tiny: Path, tmp_path: Path) -> None:
     compile_engine(tiny, "openvino", tmp_path / "engine")
-    (tmp_path / "engine" / "model.xml").write_text("<net")
+    graph = tmp_path / "engine" / "model.xml"
+    graph.write_text("<net".ljust(graph.stat().st_size))
     with pytest.raises(QtoolError, match=r"model\.xml: cannot be read by OpenVINO"):
         open_engine(tmp_path / "engine", kv_cache_tokens=32)
 
