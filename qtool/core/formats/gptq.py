@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qtool.core.formats.input_order import read_order
 from qtool.core.formats.parts import Parts
-from qtool.core.formats.promises import refuse_dynamic, refuse_unknown
+from qtool.core.formats.promises import refuse_dynamic, refuse_exempt, refuse_unknown
 from qtool.core.formats.words import unpack_from_int32
 from qtool.core.qtensor import Linear, QuantizedTensor
 from qtool.core.schemes import IntScheme, LinearScheme
@@ -27,7 +27,7 @@ ADDED = {"gptq": 1, "gptq_v2": 0}
 """What is added to the stored zero points of each version."""
 NUM_BITS = (2, 3, 4, 8)
 _READ = ("quant_method", "bits", "group_size", "sym", "checkpoint_format", "format", "dynamic", "lm_head")
-_PACKING = ("is_marlin_format", "pack_dtype")
+_EXEMPT, _PACKING = ("modules_to_not_convert",), ("is_marlin_format", "pack_dtype")
 _PROVENANCE = (
     "act_group_aware",
     "backend",
@@ -72,7 +72,7 @@ class GptqFormat:
         self._checkpoint = checkpoint
         config = checkpoint.config["quantization_config"]
         where = f"{checkpoint.path / 'config.json'}: quantization_config"
-        refuse_unknown(config, (*_READ, *_PACKING, *_PROVENANCE), where)
+        refuse_unknown(config, (*_READ, *_EXEMPT, *_PACKING, *_PROVENANCE), where)
         named = config.get("format")
         version = config.get("checkpoint_format") or named or "gptq"
         if version not in ADDED:
@@ -84,6 +84,8 @@ class GptqFormat:
         if config.get("is_marlin_format") or config.get("pack_dtype", "int32") != "int32":
             raise QtoolError(f"{where} describes another packing than GPTQ's own, which is not supported")
         refuse_dynamic(checkpoint, config.get("dynamic"), where)
+        exempt = config.get("modules_to_not_convert") or ()
+        refuse_exempt(checkpoint, exempt, f"{where}.modules_to_not_convert")
         if config.get("lm_head") and "lm_head.weight" in checkpoint:
             raise QtoolError(f"{where}.lm_head is true, but lm_head is stored as it was, not quantized")
         bits, group_size = config.get("bits"), config.get("group_size", 128)

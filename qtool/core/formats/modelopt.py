@@ -160,7 +160,7 @@ def _said(checkpoint: "Checkpoint") -> tuple[Path, dict[str, Any]]:
         raise QtoolError(f"{file}: lacks quantization, wanted what ModelOpt writes there")
     beside = checkpoint.config.get("quantization_config") or {}
     refuse_unknown(beside, (*_READ, *_PROVENANCE), f"{checkpoint.path / 'config.json'}: quantization_config")
-    for field in ("quant_algo", "quantized_layers", "group_size"):
+    for field in ("quant_algo", "quantized_layers", "group_size", "kv_cache_quant_algo"):
         if field in beside and beside[field] != said.get(field):
             raise QtoolError(
                 f"{file}: {field} is {said.get(field)!r}, but {beside[field]!r} in quantization_config of "
@@ -171,4 +171,7 @@ def _said(checkpoint: "Checkpoint") -> tuple[Path, dict[str, Any]]:
             f"{file}: kv_cache_quant_algo is {said.get('kv_cache_quant_algo')!r}, but kv_cache_scheme is "
             f"{beside.get('kv_cache_scheme')!r} in config.json; fetch the checkpoint again"
         )
-    return file, {**said, "ignore": beside.get("ignore")}
+    return file, {
+        **said,
+        "ignore": [*(beside.get("ignore") or ()), *(beside.get("exclude_modules") or ())],
+    }
