@@ -55,6 +55,7 @@ class Client:
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = engine.vocab_size
+        self.speculates = speculator is not None
         self.loop = EngineLoop(engine, config, self._deliver, speculator=speculator)
         self.max_tokens_per_sequence = self.loop.scheduler.max_tokens_per_sequence
         self._events: asyncio.AbstractEventLoop | None = None

@@ -2,9 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from qtool.runtime.request import FinishReason, SequenceState
 from qtool.runtime.steptime import StepLoad
+
+
+class DraftLength(NamedTuple):
+    """What a sequence that decodes had of a step."""
+
+    drafted: int
+    """Tokens of its draft, 0 for none."""
+    accepted: int
+    """Of these, those that are in its answer now."""
+    tokens: int
+    """By which its answer is longer: one more than accepted, or as many where the last one ended it."""
 
 
 @dataclass(frozen=True)
@@ -16,8 +28,8 @@ class SpeculationDone:
     """By place in the draft, how many tokens were verified."""
     accepted: Sequence[int] = ()
     """Of these, how many were accepted."""
-    lengths: Sequence[tuple[int, int]] = ()
-    """Of each sequence that decoded, how many tokens its draft had, and how many of these were accepted."""
+    lengths: Sequence[DraftLength] = ()
+    """Of each sequence that decoded."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from qtool.runtime.request import (
 from qtool.runtime.scheduler import Chunk, Scheduler, SchedulerConfig
 from qtool.runtime.slo import Pacer
 from qtool.runtime.speculation.contract import Draft
-from qtool.runtime.speculation.decide import StepTimes
 from qtool.runtime.speculation.speculator import Speculator
 from qtool.runtime.steptime import StepTimeModel
 from qtool.runtime.sweep import measure_step_times
@@ -252,16 +251,12 @@ class EngineLoop:
         seconds = self._clock() - start
         self._num_steps += 1
         self._num_computed += load.tokens
-        for model in self._time_models():
-            model.update(load, (seconds - drafting) * 1000)
+        if self.scheduler.pacer is not None:
+            self.scheduler.pacer.model.update(load, (seconds - drafting) * 1000)
+        if self._speculator is not None:
+            self._speculator.note_times(load, seconds, after - before)
         self._tell(StepDone(seconds, after - before, load, speculation))
         return outputs
-
-    def _time_models(self) -> Iterator[StepTimeModel | StepTimes]:
-        if self.scheduler.pacer is not None:
-            yield self.scheduler.pacer.model
-        if self._speculator is not None and self._speculator.times is not None:
-            yield self._speculator.times
 
     def _run(self, chunks: Sequence[Chunk]) -> tuple[Floats, Floats | None]:
         """Logits, and the hidden states of all rows if a drafter or a sequence wants them."""
@@ -353,9 +348,13 @@ class EngineLoop:
         if sequence.first_token is None and sequence.num_generated:
             sequence.first_token = now
         outputs = [self._output(sequence, chosen) for chosen in extension.chosen]
-        for place in range(len(extension.accepted)):  # of these, how many there were by then
+        for place in range(len(extension.accepted)):  # an answer that ends here has none of the later ones
             later = len(extension.accepted) - place - 1
-            outputs[place] = replace(outputs[place], num_accepted_drafts=sequence.num_accepted - later)
+            outputs[place] = replace(
+                outputs[place],
+                num_accepted_drafts=sequence.num_accepted - later,
+                num_rejected_drafts=sequence.num_rejected + later,
+            )
         last = extension.chosen[-1]
         self._num_generated += len(extension.chosen) - (last.token is None)
         reason = None if last.token is None else sequence.finish_reason()

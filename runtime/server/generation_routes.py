@@ -83,6 +83,7 @@ def completion_writer(service: Service, body: CompletionBody, generation: Genera
         )
 
     return _writer(
+        service,
         Envelope("text", service.model, body.include_usage, body.continuous_usage),
         [choice(index) for index in range(len(generation.prompts) * body.n)],
         generation,
@@ -118,6 +119,7 @@ def chat_generation(service: Service, body: ChatBody) -> Generation:
 def chat_writer(service: Service, body: ChatBody, generation: Generation) -> ChoicesWriter:
     """What writes the answer to a chat's body."""
     return _writer(
+        service,
         Envelope("chat", service.model, body.include_usage, body.continuous_usage),
         [chat_choice(service, body, generation, index) for index in range(body.n)],
         generation,
@@ -138,13 +140,14 @@ def chat_choice(service: Service, body: ChatBody, generation: Generation, index:
 
 
 def _writer(
+    service: Service,
     envelope: Envelope,
     choices: Sequence[ChatChoice] | Sequence[CompletionChoice],
     generation: Generation,
     *,
     counts_tokens: bool = True,
 ) -> ChoicesWriter:
-    usage = Usage(sum(map(len, generation.prompts)))
+    usage = Usage(sum(map(len, generation.prompts)), speculates=service.client.speculates)
     return ChoicesWriter(envelope, choices, usage, generation.params.n, counts_tokens)
 
 

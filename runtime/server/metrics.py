@@ -59,7 +59,6 @@ class Metrics:
         )
         client.loop.observers.append(self._observe)
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts received")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
         self._requests = Counter(
             "qtool_requests",
             "Requests answered, by route and HTTP status",
@@ -86,12 +85,12 @@ class Metrics:
 
     def _observe_drafts(self, done: SpeculationDone) -> None:
         self._drafting_seconds.inc(done.drafting_seconds)
-        for num_drafted, num_accepted in done.lengths:
-            self._draft_length.observe(num_drafted)
-            if num_drafted:
-                self._acceptance_length.observe(num_accepted + 1)
-                self._draft_tokens.inc(num_drafted)
-                self._accepted_tokens.inc(num_accepted)
+        for length in done.lengths:
+            self._draft_length.observe(length.drafted)
+            if length.drafted:
+                self._acceptance_length.observe(length.tokens)
+                self._draft_tokens.inc(length.drafted)
+                self._accepted_tokens.inc(length.accepted)
         for counter, counts in ((self._drafted_at, done.drafted), (self._accepted_at, done.accepted)):
             for place, count in enumerate(counts):
                 counter.labels(place).inc(count)
@@ -118,7 +117,6 @@ class AnswerTimer:
 
     def token(self) -> None:
         """One more token came."""
-        self._metrics.generation_tokens.inc()
         self._num_tokens += 1
         if self._first is None:
             self._first = time.perf_counter()
@@ -155,6 +153,11 @@ class _LoopCollector(Collector):
         )
         yield CounterMetricFamily(
             "qtool_requests_refused", "Requests refused because of load", stats.num_refused
+        )
+        yield CounterMetricFamily(
+            "qtool_generation_tokens",
+            "Tokens generated, those of cancelled requests and behind stop strings included",
+            stats.num_generated_tokens,
         )
         alias = "The same under the name that gateways read"
         yield GaugeMetricFamily("vllm:num_requests_running", alias, stats.num_running)

@@ -27,6 +27,8 @@ class Usage:
     """Tokens of the prompts that the prefix cache held."""
     drafts: dict[int, tuple[int, int]] = field(default_factory=dict)
     """By answer, how many drafts were accepted and how many rejected; none where none were made."""
+    speculates: bool = False
+    """Whether drafts are made at all, so that their counts are told, be they 0."""
 
     def body(self) -> Json:
         body: Json = {
@@ -35,7 +37,7 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
-        if self.drafts:
+        if self.speculates:
             body["completion_tokens_details"] = {
                 "accepted_prediction_tokens": sum(accepted for accepted, _ in self.drafts.values()),
                 "rejected_prediction_tokens": sum(rejected for _, rejected in self.drafts.values()),

@@ -20,6 +20,8 @@ MARGIN = 1.03
 """What speculation has to promise, over none, to be used: estimates are noisy."""
 _OWN_RATE = 0.1
 _COMMON_RATE = 0.02
+_KEPT = 0.995
+"""Of what drafts add outside of the engine, at each step without."""
 
 
 class Acceptance:
@@ -70,7 +72,7 @@ class Acceptance:
 class StepTimes:
     """Milliseconds of a step by its rows, measured at the start and kept current.
 
-    Kernels make this no straight line (some work on eight rows at a time), and the choice of a few rows more
+    They are the engine's and, once steps were timed, what is done around them. Kernels make this no straight line (some work on eight rows at a time), and the choice of a few rows more
     or fewer goes by its bends; so it is kept as points with lines between. Attention to past tokens adds a
     linear term.
     """
@@ -83,7 +85,11 @@ class StepTimes:
         self._rows = sorted(least)
         measured = np.array([least[rows][0] for rows in self._rows], np.float64)
         # More rows take no less, and what disturbs a measurement adds to it.
-        self._ms = np.minimum.accumulate(measured[::-1])[::-1].copy()
+        self._ms: list[float] = np.minimum.accumulate(measured[::-1])[::-1].tolist()
+        self.outside_ms = 0.0
+        """Of a step without drafts, outside of the engine: scheduling, sampling, committing."""
+        self.extra_ms = 0.0
+        """What drafts add to that."""
         slopes = [
             (ms - least[load.tokens][0]) / (load.context - least[load.tokens][1])
             for load, ms in sweep
@@ -95,14 +101,14 @@ class StepTimes:
         """Of steps [...] with so many rows and pairs of a row and a token that it attends to."""
         base = np.interp(rows, self._rows, self._ms)
         beyond = np.maximum(rows - self._rows[-1], 0.0)
-        return np.asarray(base + beyond * self._last_slope() + self._per_pair * context)
+        return np.asarray(base + beyond * self._last_slope() + self._per_pair * context + self.outside_ms)
 
     def step_ms(self, rows: float, context: float) -> float:
         """As `predict_ms`, of one step and in a microsecond."""
         below, share = self._between(rows)
         above = min(below + 1, len(self._rows) - 1)
         base = self._ms[below] + share * (self._ms[above] - self._ms[below])
-        return float(base + self._per_pair * context)
+        return float(base + self._per_pair * context + self.outside_ms)
 
     def _between(self, rows: float) -> tuple[int, float]:
         """The point below, and how far it is to the next, in its distance: above 1 beyond the last."""
@@ -112,12 +118,25 @@ class StepTimes:
         width = self._rows[above] - self._rows[above - 1]
         return above - 1, max((rows - self._rows[above - 1]) / width, 0.0)
 
+    def note_outside(self, ms: float, drafted: bool) -> None:
+        """Take in what a step took outside of the engine and of drafting, with drafts or without. What drafts
+        add is slowly forgotten while there are none, so that they are tried again."""
+        usual = self.outside_ms + (self.extra_ms if drafted else 0.0)
+        more = min(ms, 2 * usual) - usual if usual else ms  # what was held up is not usual
+        if drafted:
+            self.extra_ms = max(self.extra_ms + _OWN_RATE * more, 0.0)
+        else:
+            self.extra_ms *= _KEPT
+            self.outside_ms += _OWN_RATE * more if usual else ms
+
     def update(self, load: StepLoad, ms: float) -> None:
-        """Take in what a step took: mostly where it lies on the curve, a little everywhere."""
+        """Take in what a step took in the engine: mostly where it lies on the curve, a little everywhere."""
         below, share = self._between(load.tokens)
-        ratio = min(max(ms / self.step_ms(load.tokens, load.context), 0.25), 4.0)
-        self._ms *= ratio**_COMMON_RATE
-        self._per_pair *= ratio**_COMMON_RATE
+        expected = max(self.step_ms(load.tokens, load.context) - self.outside_ms, 1e-6)
+        ratio = min(max(ms / expected, 0.25), 4.0)
+        common = ratio**_COMMON_RATE
+        self._ms = [common * value for value in self._ms]
+        self._per_pair *= common
         share = min(share, 1.0)
         self._ms[below] *= ratio ** (_OWN_RATE * (1 - share))
         if len(self._ms) > 1:
@@ -157,6 +176,7 @@ def allot(
     rows = load.tokens + np.arange(len(order) + 1, dtype=np.float64)
     context = load.context + np.concatenate([[0.0], np.cumsum(np.asarray(pasts, np.float64)[owners[order]])])
     ms = times.predict_ms(rows, context)
+    ms[1:] += times.extra_ms
     speeds = expected / ms
     best = int(np.argmax(speeds))
     if speeds[best] < MARGIN * speeds[0]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from qtool.errors import QtoolError
 from qtool.runtime.engines.contract import Engine
-from qtool.runtime.events import Event, SequenceDone
+from qtool.runtime.events import DraftLength, Event, SequenceDone
 from qtool.runtime.loop import EngineLoop
 from qtool.runtime.request import SamplingParams
 from qtool.runtime.scheduler import SchedulerConfig
@@ -28,8 +28,8 @@ class Measured:
     drafted: list[int] = field(default_factory=list)
     """Drafts that were verified, by place."""
     accepted: list[int] = field(default_factory=list)
-    lengths: list[tuple[int, int]] = field(default_factory=list)
-    """Of every sequence in every step that decoded: tokens drafted and accepted."""
+    lengths: list[DraftLength] = field(default_factory=list)
+    """Of every sequence in every step that decoded."""
 
     @property
     def mean_tpot_ms(self) -> float:
@@ -41,18 +41,18 @@ class Measured:
     @property
     def acceptance_length(self) -> float:
         """Tokens that a draft gives in a step, with the one that follows; 1 where nothing was drafted."""
-        drafted = [accepted for length, accepted in self.lengths if length]
+        drafted = [length.accepted for length in self.lengths if length.drafted]
         return 1 + sum(drafted) / len(drafted) if drafted else 1.0
 
     @property
     def tokens_per_step(self) -> float:
         """Tokens that a sequence gets in a step, with a draft or without."""
-        return 1 + sum(accepted for _, accepted in self.lengths) / max(len(self.lengths), 1)
+        return 1 + sum(length.accepted for length in self.lengths) / max(len(self.lengths), 1)
 
     @property
     def draft_share(self) -> float:
         """Of the steps of a sequence, how many had a draft."""
-        return sum(length > 0 for length, _ in self.lengths) / max(len(self.lengths), 1)
+        return sum(length.drafted > 0 for length in self.lengths) / max(len(self.lengths), 1)
 
     def rates(self) -> list[float]:
         """By place, the share of drafts that were accepted."""

@@ -167,7 +167,7 @@ def _drafter_report(
     measured: dict[int, float],
     differing: int,
 ) -> DrafterReport:
-    num_tokens = sum(length for length, _ in fixed.lengths)
+    num_tokens = sum(length.drafted for length in fixed.lengths)
     drafting_ms = 1000 * fixed.drafting_seconds / max(num_tokens, 1)
     rates, share = fixed.rates(), fixed.draft_share
     settings = []

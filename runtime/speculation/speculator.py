@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from qtool.runtime.engines.contract import Floats
-from qtool.runtime.events import SpeculationDone
+from qtool.runtime.events import DraftLength, SpeculationDone
 from qtool.runtime.next_token import Extension
 from qtool.runtime.request import SequenceState
 from qtool.runtime.scheduler import Chunk, Plan, Scheduler
@@ -21,6 +21,7 @@ from qtool.runtime.speculation.decide import (
     StepTimes,
     allot,
 )
+from qtool.runtime.speculation.worth import Worth
 from qtool.runtime.steptime import StepLoad
 
 _MEMORY = 100
@@ -72,7 +73,8 @@ class Speculator:
 
     Drafters that cost nothing (`expected_ms` 0) propose at every step, and their proposals are compared with
     what comes even where they are not verified: so they are tried at no cost while the machine is busy. Of
-    the others one is asked, where it should pay, and rarely to see whether it would.
+    the others one is asked, where it should pay, and rarely to see whether it would. Where all that takes too
+    much beside a step, and brings too little, most steps go without a look (`Worth`).
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Speculator:
         self.drafters = list(drafters)
         self.times = times
         self.block_verification = block_verification
-        self.wants_hidden = any(drafter.wants_hidden for drafter in drafters)
+        self._wants_hidden = any(drafter.wants_hidden for drafter in drafters)
         self._vocab_size = vocab_size
         self._num_tokens = num_tokens
         self._clock = clock
@@ -104,6 +106,25 @@ class Speculator:
         """What the last one took, with all that the drafter had to take in first."""
         self._num_drafted = 0
         """Steps with drafts since one had none."""
+        self._worth = Worth()
+        self._looks = True
+        """Whether the step that runs was looked at for drafts."""
+        self._had_room = False
+        """Whether any of its sequences might have had a draft."""
+        self._drafting_ms = self._asked_ms = self._learning_ms = 0.0
+        """What the step's drafts took, of that what drafters took that cost something, and learning."""
+        self._is_probe = False
+        self._num_rows = self._num_accepted = self._num_decoding = 0
+        """Of the step that runs: rows of drafts, those accepted, and sequences that decode."""
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether the step that is drafted for shall give hidden states: not where none looks for drafts.
+
+        A drafter that missed some goes on from those that come next: to compute them again would cost what is
+        to be saved.
+        """
+        return self._looks and self._wants_hidden
 
     def draft(self, scheduler: Scheduler, plan: Plan) -> float:
         """Put drafts on the plan's chunks that decode; the seconds that it took."""
@@ -115,11 +136,17 @@ class Speculator:
             for drafter in self.drafters:
                 drafter.copy_blocks(plan.copies)
         self._owners = {}
+        self._asked_ms, self._is_probe = 0.0, False
+        self._looks = self._num_tokens is not None or self._worth.allows_look
+        if not self._looks:
+            return 0.0
         rooms = scheduler.room_for_drafts(plan)
+        self._had_room = bool(rooms)
         if rooms:
             self._draft(scheduler, plan, rooms)
         seconds = self._clock() - start
-        if self._last_probe > start:
+        self._drafting_ms = 1000 * seconds
+        if self._is_probe:
             self._probe_ms += 1000 * seconds
         return seconds
 
@@ -257,8 +284,8 @@ class Speculator:
             expected += gain
         if not asked or rows > left or self.times is None:
             return 0.0
-        ms = self.times.step_ms(load.tokens + rows, load.context + context) + drafter.expected_ms(asked)
-        return expected / ms
+        ms = self.times.step_ms(load.tokens + rows, load.context + context) + self.times.extra_ms
+        return expected / (ms + drafter.expected_ms(asked))
 
     def _probe(
         self,
@@ -278,7 +305,7 @@ class Speculator:
         now = self._clock()
         if max(cost, self._probe_ms) > _PROBING * 1000 * (now - self._last_probe):
             return chosen, counts
-        self._last_probe, self._probe_ms = now, after - before
+        self._last_probe, self._probe_ms, self._is_probe = now, after - before, True
         probed = [*chosen[:-1], _Option(drafter, None, [1.0] * tokens)]
         return probed, Allotment([*counts.counts[:-1], tokens], counts.tokens_per_ms)
 
@@ -317,8 +344,12 @@ class Speculator:
         for drafter in self.drafters:
             places = wanted.get(drafter.name, [])
             requests = [DraftRequest(sequences[place], counts[place]) for place in places]
-            for place, draft in zip(places, drafter.propose(requests) if places else [], strict=True):
+            if not requests:
+                continue
+            start = self._clock()
+            for place, draft in zip(places, drafter.propose(requests), strict=True):
                 drafts[place] = draft
+            self._asked_ms += 1000 * (self._clock() - start)
         return drafts
 
     def _rates(self, key: tuple[str, int], guess: float, record: _Record, count: int) -> list[float]:
@@ -339,10 +370,17 @@ class Speculator:
     ) -> SpeculationDone:
         """Take in what a step made of its drafts, when tokens are appended and committed, and before what
         ended is forgotten. `hidden` [T, F] are the states of all rows of the step, where they are wanted."""
+        lengths = [
+            _length(chunk, extension)
+            for chunk, extension in zip(chunks, extensions, strict=True)
+            if extension is not None and chunk.sequence.num_generated > len(extension.chosen)
+        ]
+        if not self._looks:
+            return SpeculationDone(drafting_seconds, lengths=lengths)
+        start = self._clock()
         drafted: list[int] = []
         accepted: list[int] = []
         seen: list[Seen] = []
-        lengths: list[tuple[int, int]] = []
         row = 0
         for chunk, extension in zip(chunks, extensions, strict=True):
             sequence, draft = chunk.sequence, chunk.draft
@@ -353,8 +391,6 @@ class Speculator:
                 states = hidden[[*range(row, end), *(end + place for place in path)]]
             seen.append(Seen(sequence, chunk.num_new + len(path), states))
             row += chunk.num_rows
-            if extension is not None and sequence.num_generated > len(extension.chosen):
-                lengths.append((len(draft), len(path)))
             if draft:
                 _count(drafted, range(len(draft)))
                 _count(accepted, path)
@@ -364,7 +400,29 @@ class Speculator:
                 record.shadow = self._followed(record.shadow, record, sequence.tokens)
         for drafter in self.drafters:
             drafter.observe(seen)
+        self._num_rows, self._num_accepted, self._num_decoding = sum(drafted), sum(accepted), len(lengths)
+        self._learning_ms = 1000 * (self._clock() - start)
         return SpeculationDone(drafting_seconds, drafted, accepted, lengths)
+
+    def note_times(self, load: StepLoad, seconds: float, engine_seconds: float) -> None:
+        """Take in what the step took that was drafted for and learned from, in all and in the engine."""
+        if self.times is None:
+            return
+        looking_ms = self._drafting_ms + self._learning_ms if self._looks else 0.0
+        ms, engine_ms = 1000 * seconds, 1000 * engine_seconds
+        rows = self._num_rows if self._looks else 0
+        self.times.update(load, engine_ms)
+        self.times.note_outside(max(ms - engine_ms - looking_ms, 0.0), rows > 0)
+        self._worth.pass_time(ms)
+        if not self._looks or not self._had_room or self._is_probe:
+            return
+        saved_ms = 0.0
+        if rows:
+            plain_ms = self.times.step_ms(load.tokens - rows, load.context)
+            drafted_ms = self.times.step_ms(load.tokens, load.context) + self.times.extra_ms
+            gained = self._num_accepted / max(self._num_decoding, 1)
+            saved_ms = (1 + gained) * plain_ms - drafted_ms - self._asked_ms
+        self._worth.looked(looking_ms - self._asked_ms, saved_ms)
 
     def _judge(self, sequence: SequenceState, draft: Draft, path: Sequence[int]) -> None:
         sequence.num_accepted += len(path)
@@ -392,6 +450,11 @@ class Speculator:
         self._records.pop(sequence.id, None)
         for drafter in self.drafters:
             drafter.forget(sequence)
+
+
+def _length(chunk: Chunk, extension: Extension) -> DraftLength:
+    num_tokens = len(extension.chosen) - (extension.chosen[-1].token is None)
+    return DraftLength(len(chunk.draft), len(extension.accepted), num_tokens)
 
 
 def _is_free(drafter: Drafter, sequences: Sequence[SequenceState], limits: Sequence[int]) -> bool:

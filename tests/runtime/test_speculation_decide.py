@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qtool.runtime.engines.contract import Floats, Step
 from qtool.runtime.request import SamplingParams
 from qtool.runtime.scheduler import SchedulerConfig
+from qtool.runtime.speculation.contract import Draft, DraftRequest
 from qtool.runtime.speculation.decide import Acceptance, StepTimes, allot
 from qtool.runtime.speculation.speculator import Speculator
+from qtool.runtime.speculation.worth import Worth
 from qtool.runtime.steptime import StepLoad
 from tests.runtime.drafters import ScriptedDrafter, Steady, knowing
 from tests.runtime.fake import FakeEngine, greedy
@@ -109,24 +112,25 @@ def test_context_has_its_price() -> None:
     assert found.tolist() == pytest.approx([34.0])
 
 
-class Clock:
-    """Ten milliseconds go by whenever somebody looks."""
+class TickingEngine(FakeEngine):
+    """A step takes 20 milliseconds of its own clock, and nothing else takes any."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
-    def __call__(self) -> float:
-        self.now += 0.01
+    def run(self, step: Step) -> Floats:
+        self.now += 0.02
+        return super().run(step)
+
+    def clock(self) -> float:
         return self.now
 
 
 @pytest.mark.parametrize(("ms", "right"), [(1.0, 0.9), (50.0, 0.9), (1.0, 0.0)])
 def test_a_drafter_that_costs_is_asked_where_it_pays_and_else_rarely(ms: float, right: float) -> None:
-    engine = FakeEngine(num_blocks=200, max_context=1000)
+    engine = TickingEngine(num_blocks=200, max_context=1000)
     drafter = ScriptedDrafter(knowing(lambda text, n: greedy(engine, list(text), n), 320, right), ms=ms)
     flat = Steady([(StepLoad(1, 0, 1), 10.0), (StepLoad(32, 0, 1), 10.5)])
-    clock = Clock()
-    using = Speculator([drafter], flat, 320, clock=clock)
+    using = Speculator([drafter], flat, 320, clock=engine.clock)
     params = SamplingParams(max_tokens=450, temperature=0)
     found, steps = run(engine, [([5, 6, 7], params)], using, SchedulerConfig(4, 64))
     assert [output.token for output in found[0]] == greedy(engine, [5, 6, 7], 450)
@@ -135,4 +139,55 @@ def test_a_drafter_that_costs_is_asked_where_it_pays_and_else_rarely(ms: float, 
         assert 0.9 * len(steps) < sum(drafted) < len(steps) - 1  # one more is plain, to be timed
         assert len(steps) < 180
     else:
-        assert 0 < sum(drafted) * ms < 0.01 * 1000 * clock.now
+        assert 0 < sum(drafted) * ms < 0.01 * 1000 * engine.now
+
+
+class Dear(ScriptedDrafter):
+    """Drafts that are always wrong, are said to be free, and take as long to find as the step itself."""
+
+    def __init__(self, engine: TickingEngine) -> None:
+        super().__init__(knowing(lambda text, n: greedy(engine, list(text), n), 320, 0.0))
+        self._engine, self.num_looks = engine, 0
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        self._engine.now += 0.001
+        self.num_looks += 1
+        return super().propose(requests)
+
+
+def test_looking_in_vain_beside_fast_steps_stops() -> None:
+    engine = TickingEngine(num_blocks=200, max_context=1000)
+    drafter = Dear(engine)
+    using = Speculator([drafter], curve((1, 1.0), (32, 2.0)), 320, clock=engine.clock)
+    params = SamplingParams(max_tokens=450, temperature=0)
+    found, steps = run(engine, [([5, 6, 7], params)], using, SchedulerConfig(4, 64))
+    assert [output.token for output in found[0]] == greedy(engine, [5, 6, 7], 450)
+    assert 20 < drafter.num_looks < 100
+    assert sum(len(step.speculation.lengths) for step in steps if step.speculation is not None) == 449
+
+
+def test_looks_are_paid_from_what_drafts_save_and_a_small_share_of_the_time() -> None:
+    vain, useful, slow = Worth(), Worth(), Worth()
+    looks = {vain: 0, useful: 0, slow: 0}
+    for worth, step_ms, saved_ms in ((vain, 1.0, 0.0), (useful, 1.0, 0.2), (slow, 50.0, 0.0)):
+        for _ in range(2000):
+            worth.pass_time(step_ms)
+            if worth.allows_look:
+                looks[worth] += 1
+                worth.looked(0.1, saved_ms)
+    assert looks[vain] < 150  # of 2000 steps of 1 ms half a percent pays for 100 looks of 0.1 ms
+    assert looks[useful] == looks[slow] == 2000
+
+
+def test_what_drafts_add_around_the_engine_counts_and_is_forgotten() -> None:
+    times = curve((1, 0.2), (8, 0.21))
+    assert sum(allot(times, batch(1), [[0.5]], [0], 8).counts) == 1
+    for _ in range(60):
+        times.note_outside(0.05, drafted=False)
+        times.note_outside(0.25, drafted=True)
+    assert times.step_ms(1, 0) == pytest.approx(0.25, rel=0.05)
+    assert times.extra_ms > 0.15
+    assert sum(allot(times, batch(1), [[0.5]], [0], 8).counts) == 0
+    for _ in range(1000):
+        times.note_outside(0.05, drafted=False)
+    assert sum(allot(times, batch(1), [[0.5]], [0], 8).counts) == 1

@@ -64,6 +64,14 @@ def test_usage_says_how_many_drafts_were_accepted_whole_and_streamed(served: Ser
     assert text == whole["choices"][0]["text"]
 
 
+def test_usage_names_drafts_wherever_speculation_is_on(served: Served[FakeEngine]) -> None:
+    usage = httpx.post(f"{served.url}/v1/completions", json={**COMPLETION, "max_tokens": 1}).json()["usage"]
+    assert usage["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+    }
+
+
 def test_without_drafts_usage_has_the_shape_that_it_had(byte_tokenizer: Tokenizer) -> None:
     with serving(FakeEngine(num_blocks=64), byte_tokenizer) as plain:
         usage = httpx.post(f"{plain.url}/v1/completions", json=COMPLETION).json()["usage"]
@@ -77,8 +85,32 @@ def test_a_stop_string_within_accepted_drafts_ends_the_answer_before_it(served: 
     ended = httpx.post(url, json={**COMPLETION, "stop": [middle]}).json()
     assert ended["choices"][0]["text"] == whole[: whole.index(middle)]
     assert ended["choices"][0]["finish_reason"] == "stop"
-    details = ended["usage"].get("completion_tokens_details", {"accepted_prediction_tokens": 0})
+    details = ended["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] <= ended["usage"]["completion_tokens"]
+
+
+def test_no_request_however_it_ends_has_more_accepted_than_generated_tokens(
+    served: Served[FakeEngine],
+) -> None:
+    url = f"{served.url}/v1/completions"
+    asked = {**COMPLETION, "prompt": "Many", "max_tokens": 300}
+    before = samples(served)
+    for _ in range(3):
+        with httpx.stream("POST", url, json={**asked, "stream": True}) as answer:
+            for _ in zip(range(4), answer.iter_lines(), strict=False):
+                pass
+    httpx.post(url, json={**asked, "max_tokens": 20, "stop": ["e", "a"]})
+    httpx.post(url, json={**asked, "max_tokens": 20})
+    after = samples(served)
+    generated, lengths, accepted = (
+        after[name] - before.get(name, 0.0)
+        for name in (
+            "qtool_generation_tokens_total",
+            "qtool_acceptance_length_tokens_sum",
+            "qtool_accepted_tokens_total",
+        )
+    )
+    assert 0 < accepted < lengths <= generated
 
 
 def samples(served: Served[FakeEngine]) -> dict[str, float]:

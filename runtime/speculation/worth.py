@@ -1,0 +1,40 @@
+"""Whether looking for drafts is worth its own time, where a step takes less than a millisecond."""
+
+_SHARE = 0.005
+"""Of the time, what may go into looking for drafts that bring nothing."""
+_MOST = 30
+"""Looks that what was saved pays for ahead, as it is assumed at the start."""
+_LEAST = 4
+"""Looks that are paid for later, at most."""
+_RATE = 0.1
+
+
+class Worth:
+    """An account of what drafts save, and of what it takes to find them, decide about them and learn from them.
+
+    A look that finds nothing to verify is paid from what drafts saved not long ago, and from a small share of
+    the time. Beside a step of tens of milliseconds that is always enough; where a step takes a fraction of
+    one and drafts are no good, nearly all steps go without a look.
+    """
+
+    def __init__(self) -> None:
+        self._look_ms: float | None = None
+        self._credit_ms = 0.0
+
+    @property
+    def allows_look(self) -> bool:
+        """Whether the next step may look for drafts."""
+        return self._credit_ms >= 0
+
+    def pass_time(self, ms: float) -> None:
+        """A step took so long, whether it looked or not."""
+        self._credit_ms += _SHARE * ms
+
+    def looked(self, ms: float, saved_ms: float) -> None:
+        """A step looked, which took `ms` by itself, and saved so much by the drafts that it verified."""
+        if self._look_ms is None:
+            self._look_ms = ms
+            self._credit_ms = _MOST * ms
+        self._look_ms += _RATE * (ms - self._look_ms)
+        credit = self._credit_ms + saved_ms - ms
+        self._credit_ms = min(max(credit, -_LEAST * self._look_ms), _MOST * self._look_ms)
