@@ -10,6 +10,7 @@ from qtool.compile.config import DecoderConfig, read_config
 from qtool.compile.engine import EngineSpec, own_files
 from qtool.compile.heads.build import write_head
 from qtool.compile.heads.head import read_head
+from qtool.compile.heads.target import warn_of_another_target
 from qtool.compile.hidden import HiddenStates, parse_layers
 from qtool.core.checkpoint import COMPANIONS, Checkpoint
 from qtool.core.files import new_folder, sha256
@@ -148,7 +149,8 @@ def compile_engine(
     config = read_config(source.config, str(checkpoint / "config.json"))
     layers = () if hidden_states is None else parse_layers(hidden_states, config.num_layers)
     head = None if draft is None else read_head(draft, checkpoint)
-    if head is not None:
+    if head is not None and draft is not None:
+        warn_of_another_target(head.config, draft, checkpoint)
         layers = tuple(dict.fromkeys((*layers, *head.config.hidden_layers)))
     if tensorrt is not None and (tensorrt.max_context or 0) > config.max_context:
         raise UsageError(

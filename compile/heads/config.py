@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qtool.compile.config import DecoderConfig, read_config
 from qtool.compile.hidden import FINAL, HiddenLayer
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, UsageError
 
 HEAD_CONFIG = "head.json"
 HeadKind = Literal["medusa", "eagle", "eagle3"]
@@ -44,6 +44,9 @@ class HeadConfig(BaseModel):
     """Of EAGLE: its layer, as the config.json of a model that has no other."""
     norm_before_residual: bool = False
     """Of EAGLE-3: whether the fused features are normed before they are added to what attention gives."""
+    target: dict[str, str] = {}
+    """sha256 of the weight files of the checkpoint that the head was trained for, by name; none where that is
+    not known, as of published heads."""
 
     def decoder(self) -> DecoderConfig:
         """EAGLE's layer; QtoolError when it is described wrongly."""
@@ -66,3 +69,11 @@ def read_head_config(folder: Path) -> HeadConfig:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
         raise QtoolError(f"{file}: {where}: {problem['msg']}; train or fetch the head again") from error
+
+
+def refuse_file(path: Path) -> None:
+    """Raise UsageError for a path that is a file, or nothing, where a folder of heads is wanted."""
+    if path.is_file():
+        raise UsageError(f"{path}: is a file; name the folder of the heads, {path.parent}")
+    if not path.is_dir():
+        raise UsageError(f"{path}: does not exist; wanted a folder of draft heads")

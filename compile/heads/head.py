@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qtool.compile.config import DecoderConfig, read_config
 from qtool.compile.decoder import EMBEDDING
 from qtool.compile.decoder import HEAD as OUTPUT
-from qtool.compile.heads.config import HEAD_CONFIG, HeadConfig, read_head_config
+from qtool.compile.heads.config import HEAD_CONFIG, HeadConfig, read_head_config, refuse_file
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.qtensor import Linear
@@ -105,10 +106,26 @@ def check(head: Head, where: str) -> Head:
             raise QtoolError(
                 f"{where}: holds {name}, which has no place in a head of kind {head.config.kind}"
             )
-    tokens = head.tensors[TOKENS]
+    for name, tensor in head.tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise QtoolError(f"{where}: {name} holds NaN or infinity; train or fetch the head again")
+    tokens = head.tensor(TOKENS)
     if int(tokens.min()) < 0 or int(tokens.max()) >= head.config.vocab_size:
         raise QtoolError(f"{where}: proposes tokens that a vocabulary of {head.config.vocab_size} lacks")
     return head
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a head's safetensors file; QtoolError when it is missing or damaged."""
+    try:
+        tensors: dict[str, Tensor] = load_file(file)
+    except OSError as error:
+        raise QtoolError(f"{file}: cannot be read ({error}); train or fetch the head again") from error
+    except SafetensorError as error:
+        raise QtoolError(
+            f"{file}: is truncated or no safetensors file ({error}); train or fetch the head again"
+        ) from error
+    return tensors
 
 
 def read_head(folder: Path, checkpoint: Path | None = None) -> Head:
@@ -119,8 +136,9 @@ def read_head(folder: Path, checkpoint: Path | None = None) -> Head:
     """
     from qtool.compile.heads.published import read_published
 
+    refuse_file(folder)
     if (folder / HEAD_CONFIG).is_file():
-        head = Head(read_head_config(folder), load_file(folder / WEIGHTS))
+        head = Head(read_head_config(folder), read_tensors(folder / WEIGHTS))
     elif (folder / "config.json").is_file():
         head = read_published(folder, None if checkpoint is None else _target(checkpoint)[1].num_layers)
     else:

@@ -14,14 +14,14 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from qtool.compile.heads.config import HeadConfig
-from qtool.compile.heads.head import LM_HEAD, TOKENS, Head, every_token
+from qtool.compile.heads.head import LM_HEAD, TOKENS, Head, every_token, read_tensors
 from qtool.compile.hidden import FINAL, HiddenLayer, eagle3_layers
 from qtool.core.checkpoint import read_json
 from qtool.errors import QtoolError, UsageError
@@ -76,9 +76,11 @@ def read_published(folder: Path, num_layers: int | None = None) -> Head:
 
 def _load(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
-        stored: dict[str, Tensor] = load_file(file)
-        return stored
-    loaded: dict[str, Tensor] = torch.load(file, weights_only=True, map_location="cpu")
+        return read_tensors(file)
+    try:
+        loaded: dict[str, Tensor] = torch.load(file, weights_only=True, map_location="cpu")
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise QtoolError(f"{file}: is damaged ({error}); fetch the head again") from error
     return loaded
 
 

@@ -20,6 +20,7 @@ from qtool.runtime.tokenizer import Tokenizer
 DRAFT_FOLDER = "draft"
 """In an engine's folder: the draft model or the heads that were compiled with it."""
 _MOST_ROWS = 128
+_MOST_WIDTH = 16
 _KINDS = "off, ngram, draft=PATH, heads=PATH or auto"
 
 Kind = Literal["off", "ngram", "draft", "heads", "auto"]
@@ -34,7 +35,8 @@ class SpeculationConfig:
     path: Path | None = None
     """Of the draft model or the heads."""
     num_tokens: int | None = None
-    """Tokens of every draft; None decides at each step, nothing included."""
+    """Tokens of every draft, no more than its drafter can make; None decides at each step, nothing
+    included."""
     tree_width: int = 1
     """Tokens that heads propose at each depth of a greedy or seeded draft; 1 is a chain."""
     block_verification: bool = False
@@ -53,8 +55,11 @@ class SpeculationConfig:
             raise UsageError(f"speculative: is {self.kind} and path {self.path}; wanted {_KINDS}")
         if self.num_tokens is not None and self.num_tokens < 1:
             raise UsageError(f"speculative_tokens must be at least 1, got {self.num_tokens}")
-        if self.tree_width < 1:
-            raise UsageError(f"tree_width must be at least 1, got {self.tree_width}")
+        if not 1 <= self.tree_width <= _MOST_WIDTH:
+            raise UsageError(
+                f"speculative_tree is {self.tree_width}; wanted 1 to {_MOST_WIDTH}: heads are run for every "
+                "token of a tree"
+            )
         if self.store_tokens < 0:
             raise UsageError(f"store_tokens must be at least 0, got {self.store_tokens}")
 
@@ -90,6 +95,13 @@ def make_speculator(
     if config.kind == "off":
         return None
     drafters = make_drafters(config, engine, tokenizer, path)
+    longest = max(drafter.max_tokens for drafter in drafters)
+    if config.num_tokens is not None and config.num_tokens > longest:
+        names = " and ".join(drafter.name for drafter in drafters)
+        raise UsageError(
+            f"speculative_tokens is {config.num_tokens}, and {names} can draft {longest} at most: the chance "
+            f"that all before a token are accepted falls with every one; give 1 to {longest}, or auto"
+        )
     times = None if config.num_tokens is not None else measure_times(engine, limits)
     return Speculator(
         drafters,
@@ -110,24 +122,34 @@ def make_drafters(
 ) -> list[Drafter]:
     """What drafts together, opened and timed."""
     if config.path is not None:
-        return [_open(config.kind, config.path, config, engine, tokenizer)]
+        return [_open(config.kind, config.path, config, engine, tokenizer, path)]
     found: list[Drafter] = [NgramDrafter(store_tokens=config.store_tokens)]
     folder = path / DRAFT_FOLDER
     if config.kind == "auto" and folder.is_dir():
         kind: Kind = "heads" if (folder / HEAD_CONFIG).is_file() else "draft"
-        found.append(_open(kind, folder, config, engine, tokenizer))
+        found.append(_open(kind, folder, config, engine, tokenizer, path))
     return found
 
 
-def _open(kind: Kind, path: Path, config: SpeculationConfig, engine: Engine, tokenizer: Tokenizer) -> Drafter:
+def _open(
+    kind: Kind, path: Path, config: SpeculationConfig, engine: Engine, tokenizer: Tokenizer, model: Path
+) -> Drafter:
     if kind == "heads":
         if config.tree_width > 1 and not engine.takes_trees:
             raise UsageError(
                 f"tree_width is {config.tree_width}, and this engine takes chains only; leave it at 1"
             )
-        from qtool.runtime.speculation.heads import open_heads
+        from qtool.runtime.speculation.heads import open_heads, warn_of_another
 
-        return open_heads(path, engine, width=config.tree_width, device=config.device, threads=config.threads)
+        warn_of_another(path, model)
+        return open_heads(
+            path,
+            engine,
+            width=config.tree_width,
+            whole=config.num_tokens is not None,
+            device=config.device,
+            threads=config.threads,
+        )
     refuse_other_vocabulary(tokenizer, Tokenizer.load(path), engine.vocab_size)
     kv_cache_tokens = config.kv_cache_tokens or engine.num_blocks * engine.block_size
     draft = open_engine(path, kv_cache_tokens=kv_cache_tokens, threads=config.threads, device=config.device)

@@ -72,9 +72,9 @@ class Acceptance:
 class StepTimes:
     """Milliseconds of a step by its rows, measured at the start and kept current.
 
-    They are the engine's and, once steps were timed, what is done around them. Kernels make this no straight line (some work on eight rows at a time), and the choice of a few rows more
-    or fewer goes by its bends; so it is kept as points with lines between. Attention to past tokens adds a
-    linear term.
+    They are the engine's and, once steps were timed, what is done around them. Kernels make this no straight
+    line (some work on eight rows at a time), and the choice of a few rows more or fewer goes by its bends; so
+    it is kept as points with lines between. Attention to past tokens adds a linear term.
     """
 
     def __init__(self, sweep: Sequence[tuple[StepLoad, float]]) -> None:

@@ -75,12 +75,15 @@ class EagleDrafter:
         *,
         max_tokens: int = MAX_TOKENS,
         width: int = 1,
+        whole: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`width` above 1 drafts trees: so many tokens at each depth, where the layer takes masks."""
+        """`width` above 1 drafts trees: so many tokens at each depth, where the layer takes masks. `whole`
+        drafts are not cut where they are unlikely."""
         self.name = name
         self.max_tokens = max_tokens
         self._layer, self._fuse, self._chooser = layer, fusion, chooser
+        self._whole = whole
         self._width = width if layer.takes_trees else 1
         self._blocks = BlockManager(layer.num_blocks, layer.block_size)
         self._lanes: dict[int, _Lane] = {}
@@ -100,7 +103,8 @@ class EagleDrafter:
         lanes = [self._lanes[request.sequence.id] for request in chosen]
         result = self._catch_up(chosen, lanes)
         trees = [
-            Tree(request, self._chooser, self._width if request.deterministic else 1) for request in chosen
+            Tree(request, self._chooser, self._width if request.deterministic else 1, whole=self._whole)
+            for request in chosen
         ]
         for tree, logits, feature in zip(trees, result.logits, result.hidden, strict=True):
             tree.begin(logits, feature)

@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from qtool.compile.engine import ENGINE, check_files, read_spec
-from qtool.compile.heads.config import HEAD_CONFIG, HeadConfig, read_head_config
+from qtool.compile.heads.config import HEAD_CONFIG, HeadConfig, read_head_config, refuse_file
+from qtool.compile.heads.target import warn_of_another_target
 from qtool.compile.hidden import HiddenLayer
-from qtool.errors import UsageError
+from qtool.errors import QtoolError, UsageError
 from qtool.runtime.engines.contract import Engine, Floats, Ints
 from qtool.runtime.speculation.choosing import Chooser
 from qtool.runtime.speculation.contract import Drafter
@@ -20,15 +22,24 @@ WEIGHTS = "head.safetensors"
 
 
 def open_heads(
-    path: Path, engine: Engine, *, width: int = 1, device: str | None = None, threads: int | None = None
+    path: Path,
+    engine: Engine,
+    *,
+    width: int = 1,
+    whole: bool = False,
+    device: str | None = None,
+    threads: int | None = None,
 ) -> Drafter:
     """A drafter over the heads in `path`, for `engine`: compiled ones, what ``qtool train-draft`` wrote, or
-    heads in a published layout that lack nothing. `width` above 1 drafts trees.
+    heads in a published layout that lack nothing. `width` above 1 drafts trees; `whole` ones have
+    as many tokens as are asked for, however unlikely.
 
-    Raises UsageError when the engine gives no hidden states, or others than the heads read.
+    Raises UsageError when the engine gives no hidden states, or others than the heads read, QtoolError for
+    heads that are damaged.
     """
+    refuse_file(path)
     if (path / HEAD_CONFIG).is_file():
-        config, tensors = read_head_config(path), dict(load_file(path / WEIGHTS))
+        config, tensors = read_head_config(path), _read(path / WEIGHTS)
     else:
         from qtool.compile.heads.head import read_head
 
@@ -38,7 +49,7 @@ def open_heads(
     chooser = Chooser(tensors["draft_tokens"].astype(np.int32), engine.vocab_size)
     if config.kind == "medusa":
         exact: dict[str, Floats] = {name: value.astype(np.float32) for name, value in tensors.items()}
-        return MedusaDrafter(config, exact, columns, chooser, width=width)
+        return MedusaDrafter(config, exact, columns, chooser, width=width, whole=whole)
     fusion = Fusion(columns)
     if config.kind == "eagle3":
         bias = tensors.get("fc.bias")
@@ -48,7 +59,29 @@ def open_heads(
             None if bias is None else bias.astype(np.float32),
         )
     layer = _open_layer(path, engine.num_blocks * engine.block_size, device, threads)
-    return EagleDrafter(config.kind, layer, fusion, chooser, width=width)
+    return EagleDrafter(config.kind, layer, fusion, chooser, width=width, whole=whole)
+
+
+def warn_of_another(path: Path, model: Path) -> None:
+    """Log a warning when the heads in `path` say that they were trained for another model than `model`."""
+    if (path / HEAD_CONFIG).is_file():
+        warn_of_another_target(read_head_config(path), path, model)
+
+
+def _read(file: Path) -> dict[str, Floats]:
+    """The tensors beside a head.json, all of finite numbers. Imports no torch."""
+    try:
+        tensors: dict[str, Floats] = dict(load_file(file))
+    except (OSError, SafetensorError) as error:
+        raise QtoolError(
+            f"{file}: is missing, truncated or no safetensors file ({error}); train or fetch the head again"
+        ) from error
+    if "draft_tokens" not in tensors:
+        raise QtoolError(f"{file}: lacks draft_tokens; train or fetch the head again")
+    for name, tensor in tensors.items():
+        if tensor.dtype.kind == "f" and not np.isfinite(tensor).all():
+            raise QtoolError(f"{file}: {name} holds NaN or infinity; train or fetch the head again")
+    return tensors
 
 
 def _columns(path: Path, config: HeadConfig, engine: Engine) -> Ints:

@@ -34,13 +34,14 @@ class MedusaDrafter:
         chooser: Chooser,
         *,
         width: int = 1,
+        whole: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`tensors` are a head's, by their names in `heads.head.shapes`; `columns` of a row of hidden states
-        are the final one."""
+        are the final one. `whole` drafts are not cut where they are unlikely."""
         self.max_tokens = config.num_heads
         self._config, self._tensors, self._columns = config, tensors, columns
-        self._chooser, self._width = chooser, width
+        self._chooser, self._width, self._whole = chooser, width, whole
         self._hidden: dict[int, tuple[int, Floats]] = {}
         """Of each sequence: how many tokens were computed, and the last one's hidden state."""
         self._pace = Pace(clock)
@@ -63,7 +64,7 @@ class MedusaDrafter:
         return known is not None and known[0] == len(request.sequence.tokens) - 1
 
     def _draft(self, request: DraftRequest, hidden: Floats, logits: Floats) -> Draft:
-        tree = Tree(request, self._chooser, self._width)
+        tree = Tree(request, self._chooser, self._width, whole=self._whole)
         try:
             tree.begin(logits[0], hidden)
             for ahead in logits[1:]:

@@ -45,7 +45,9 @@ class Tree:
     """One request's draft under way. `width` tokens follow at each depth, of all that may: those with the
     likeliest paths. With a width of 1 it is a chain, which a grammar walks along."""
 
-    def __init__(self, request: DraftRequest, chooser: Chooser, width: int) -> None:
+    def __init__(self, request: DraftRequest, chooser: Chooser, width: int, *, whole: bool = False) -> None:
+        """`whole` takes tokens however unlikely their paths are."""
+        self._least = -math.inf if whole else _LEAST
         constrained = request.sequence.constraint is not None
         self._request, self._chooser = request, chooser
         self._width = 1 if constrained or not request.deterministic else width
@@ -122,7 +124,7 @@ class Tree:
         if self._request.deterministic:
             likely = self._chooser.likeliest(logits, self._request, drafted, self._width)
             nodes = [Node(token, parent, depth, before + logprob, feature) for token, logprob in likely]
-            return [node for node in nodes if node.logprob >= _LEAST]
+            return [node for node in nodes if node.logprob >= self._least]
         drawn = self._chooser.draw(logits, self._request, drafted)
         if drawn is None:
             return []

@@ -10,7 +10,7 @@ _RATE = 0.1
 
 
 class Worth:
-    """An account of what drafts save, and of what it takes to find them, decide about them and learn from them.
+    """An account of what drafts save, and of what it takes to find them, to decide and to learn from them.
 
     A look that finds nothing to verify is paid from what drafts saved not long ago, and from a small share of
     the time. Beside a step of tens of milliseconds that is always enough; where a step takes a fraction of

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from qtool.compile.backends.reference import Tokens
 from qtool.compile.build import compile_engine
@@ -16,21 +17,25 @@ from qtool.compile.heads.eagle import draft
 from qtool.compile.heads.head import TOKENS, Head, read_head
 from qtool.compile.heads.openvino import _Rounded
 from qtool.compile.heads.reference import DraftTraining, Unrolled
-from qtool.errors import UsageError
+from qtool.compile.heads.target import weight_digests
+from qtool.core.checkpoint import Checkpoint
+from qtool.errors import QtoolError, UsageError
 from qtool.runtime.engines import open_engine
 from qtool.runtime.engines.contract import Engine, Floats, Step
 from qtool.runtime.loop import EngineLoop
 from qtool.runtime.request import SamplingParams, SequenceState
 from qtool.runtime.scheduler import SchedulerConfig
 from qtool.runtime.speculation import tree
+from qtool.runtime.speculation.build import SpeculationConfig, make_speculator
 from qtool.runtime.speculation.choosing import Chooser
 from qtool.runtime.speculation.contract import ROOT, Draft, Drafter, DraftRequest, Seen
 from qtool.runtime.speculation.draft_openvino import OpenVinoLayer
 from qtool.runtime.speculation.draft_torch import TorchLayer
 from qtool.runtime.speculation.eagle import EagleDrafter
-from qtool.runtime.speculation.heads import open_heads
+from qtool.runtime.speculation.heads import open_heads, warn_of_another
 from qtool.runtime.speculation.speculator import Speculator
 from qtool.runtime.speculation.training.features import hidden_of
+from qtool.runtime.tokenizer import Tokenizer
 from tests.runtime.heads import seeded_head
 
 KINDS: list[HeadKind] = ["medusa", "eagle", "eagle3"]
@@ -282,3 +287,67 @@ def test_each_token_of_a_tree_sees_its_ancestors_and_itself(monkeypatch: pytest.
     for place, node in enumerate(nodes):
         ancestors = set() if node.parent == ROOT else set(np.flatnonzero(mask[node.parent]).tolist())
         assert set(np.flatnonzero(mask[place]).tolist()) == ancestors | {place}
+
+
+@pytest.mark.parametrize("folder", KINDS, indirect=True)
+def test_damaged_heads_are_refused_by_their_file_in_serving_and_compiling(
+    folder: Path, tiny: Path, tmp_path: Path
+) -> None:
+    engine, file = open_engine(tiny, kv_cache_tokens=64), folder / "head.safetensors"
+    whole = file.read_bytes()
+    tensors = load_file(file)
+    name = next(name for name, tensor in tensors.items() if tensor.is_floating_point())
+    for damage, problem in (
+        (lambda: file.write_bytes(whole[:-9]), "head.safetensors: .*truncated"),
+        (lambda: save_file({**tensors, name: tensors[name] * float("nan")}, file), "NaN or infinity"),
+        (lambda: file.unlink(), "head.safetensors: "),
+    ):
+        damage()
+        with pytest.raises(QtoolError, match=problem):
+            open_heads(folder, engine)
+        with pytest.raises(QtoolError, match=problem):
+            compile_engine(tiny, "reference", tmp_path / "engine", draft=folder)
+    with pytest.raises(UsageError, match=r"is a file; name the folder"):
+        open_heads(folder / "head.json", engine)
+    with pytest.raises(UsageError, match="does not exist"):
+        open_heads(folder / "nowhere", engine)
+
+
+@pytest.mark.parametrize("folder", ["medusa"], indirect=True)
+def test_heads_of_another_checkpoint_are_told_of(
+    folder: Path, tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = read_head(folder).config
+    for target, warned in ((weight_digests(Checkpoint(tiny)), 0), ({"model.safetensors": "0"}, 1), ({}, 0)):
+        config.model_copy(update={"target": target}).save(folder)
+        caplog.clear()
+        warn_of_another(folder, tiny)
+        assert len(caplog.records) == warned
+
+
+@pytest.mark.parametrize("folder", ["eagle", "medusa"], indirect=True)
+def test_a_number_of_tokens_means_that_number(folder: Path, tiny: Path) -> None:
+    engine = open_engine(tiny, kv_cache_tokens=320)
+    drafter = open_heads(folder, engine, whole=True)
+    propose, lengths = drafter.propose, set[int]()
+
+    def check(requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = propose(requests)
+        lengths.update(
+            min(request.num_tokens, drafter.max_tokens) - len(draft)
+            for request, draft in zip(requests, drafts, strict=True)
+        )
+        return drafts
+
+    drafter.propose = check  # type: ignore[method-assign]
+    serve(engine, drafter, SamplingParams(max_tokens=20, temperature=0))
+    assert lengths == {0}
+    tokenizer = Tokenizer.load(tiny)
+    for config, problem in (
+        (SpeculationConfig("heads", folder, num_tokens=500), f"500, and {drafter.name} can draft"),
+        (SpeculationConfig("ngram", num_tokens=100_000), "ngram can draft 12 at most"),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            make_speculator(config, SchedulerConfig(), engine, tokenizer, tiny)
+    with pytest.raises(UsageError, match="speculative_tree is 400"):
+        SpeculationConfig("heads", folder, tree_width=400)

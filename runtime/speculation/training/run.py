@@ -3,13 +3,14 @@
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from qtool.calibrate.text import digest, load_records
 from qtool.compile.config import DecoderConfig, read_config
+from qtool.compile.heads.target import weight_digests
 from qtool.compile.hidden import FINAL, HiddenStates
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint, read_json
@@ -101,6 +102,7 @@ def train_head(
         lambda step, total, loss: told("training", step, total, f"loss {loss:.3f}"),
         torch.device(device),
     )
+    trained = replace(trained, config=trained.config.model_copy(update={"target": weight_digests(source)}))
     with new_folder(output) as folder:
         trained.save(folder)
         record = {"course": asdict(course), "report": report.model_dump(), "versions": versions()}
