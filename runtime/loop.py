@@ -144,7 +144,8 @@ class EngineLoop:
         params.refuse_tokens_outside(self._engine.vocab_size)
         for prompt in prompts:
             refuse_ids_outside("prompt", prompt, self._engine.vocab_size)
-            self.scheduler.refuse_misfit(len(prompt), params)
+            num_answer = 0 if options.pooling is not None else params.max_tokens
+            self.scheduler.refuse_misfit(len(prompt), params, num_answer)
         sequences = [sequence for prompt in prompts for sequence in self._choices(prompt, params, options)]
         lengths = [len(prompt) for prompt in prompts]
         with self._lock:

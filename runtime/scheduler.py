@@ -189,11 +189,15 @@ class Scheduler:
         """Tokens, prompt and answer together, that a sequence can have when it is alone."""
         return min(self.max_context, self.blocks.num_blocks * self.blocks.block_size)
 
-    def refuse_misfit(self, num_prompt: int, params: SamplingParams) -> None:
-        """Raise ParameterError for a request that could never be served. Reads constants only: any thread."""
+    def refuse_misfit(self, num_prompt: int, params: SamplingParams, num_answer: int | None = None) -> None:
+        """Raise ParameterError for a request that could never be served. Reads constants only: any thread.
+
+        `num_answer` is how many tokens follow the prompt at most, `max_tokens` if it is not given.
+        """
         limit = self.max_tokens_per_sequence
         holder = "the model's context is" if limit == self.max_context else "the KV cache holds"
-        refuse_longer(num_prompt, params.max_tokens, limit, holder)
+        num_answer = params.max_tokens if num_answer is None else num_answer
+        refuse_longer(num_prompt, num_answer, limit, holder)
         if params.prompt_logprobs is not None:
             num_entries = num_prompt * (1 + params.prompt_logprobs)
             if num_entries > _MAX_PROMPT_LOGPROBS:
@@ -205,7 +209,8 @@ class Scheduler:
 
     def add(self, sequence: SequenceState) -> None:
         """Let a new sequence wait for its turn. Raises ParameterError when it can never fit."""
-        self.refuse_misfit(sequence.num_prompt, sequence.params)
+        num_answer = 0 if sequence.options.pooling is not None else sequence.params.max_tokens
+        self.refuse_misfit(sequence.num_prompt, sequence.params, num_answer)
         insort(self.waiting, sequence, key=_rank)
         if sequence.deadline is not None:
             self._timed[sequence.id] = sequence

@@ -46,7 +46,7 @@ def embedding_routes(service: Service) -> APIRouter:
 
 
 def _token_ids(client: Client, prompts: Sequence[Prompt]) -> list[list[int]]:
-    most, encoded = client.max_tokens_per_sequence - 1, []
+    most, encoded = client.max_tokens_per_sequence, []
     for prompt in prompts:
         if isinstance(prompt, str):
             ids = client.tokenizer.encode(prompt, most=most, param="input")

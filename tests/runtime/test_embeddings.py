@@ -149,3 +149,14 @@ def test_a_prompt_that_gave_up_its_blocks_is_pooled_as_if_it_had_not(tiny: Path)
     assert len(vectors) == 1
     assert np.abs(vectors[0] - expected(tiny, ids)).max() < 1e-4
     assert loop.stats().num_preemptions
+
+
+def test_an_input_may_be_as_long_as_the_context(served: Served[Engine]) -> None:
+    most = served.client.max_tokens_per_sequence
+    statuses = [
+        httpx.post(
+            f"{served.url}/v1/embeddings", json={"model": "model", "input": [5] * count}, timeout=60
+        ).status_code
+        for count in (most, most + 1)
+    ]
+    assert statuses == [200, 400]

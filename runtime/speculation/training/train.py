@@ -23,6 +23,8 @@ _LAST_SHARE = 0.1
 _RATES: dict[HeadKind, float] = {"medusa": 1e-3, "eagle": 2e-4, "eagle3": 1e-3}
 _FITTED_SHARE = 0.15
 """Of the learning rate, for EAGLE-1's `fc`, which starts from the best linear fit."""
+_KEPT = 0.97
+"""Of the mean loss, at each step."""
 _CLIP = 0.5
 """Of the gradient's norm, as EAGLE's own training."""
 
@@ -102,17 +104,22 @@ def train(
         torch.nn.utils.clip_grad_norm_(network.parameters(), _CLIP)
         optimizer.step()
         step += 1
-        loss = value.item() if step == 1 else 0.97 * loss + 0.03 * value.item()
-        told(step, total, loss)
+        loss = _KEPT * loss + (1 - _KEPT) * value.item()
+        told(step, total, _mean(loss, step))
         if step % options.save_every == 0:
             _save(folder / _STATE, network, optimizer, step, loss, before)
     report = TrainReport(
         steps=step,
-        loss=loss,
+        loss=_mean(loss, step),
         start_acceptance=before,
         acceptance=tuple(acceptance(network, held_out, options.depth)),
     )
     return network.head(), report
+
+
+def _mean(average: float, steps: int) -> float:
+    """An average that began at 0, corrected for that, as Adam's moments are (Kingma and Ba 2015, section 3)."""
+    return average / (1 - _KEPT**steps)
 
 
 def _groups(network: Network, options: TrainOptions) -> list[dict[str, object]]:
@@ -163,7 +170,7 @@ def _save(
 def _resume(
     path: Path, network: Network, optimizer: torch.optim.Optimizer
 ) -> tuple[int, float, tuple[float, ...]]:
-    """Take up saved state: the steps done, the mean loss, and the acceptance before them."""
+    """Take up saved state: the steps done, the average loss as it is kept, and the acceptance before them."""
     if not path.is_file():
         return 0, 0.0, ()
     state = torch.load(path, weights_only=True, map_location="cpu")
