@@ -14,7 +14,7 @@ rm -rf "$out"
 mkdir "$out"
 say "$qtool" fetch "$model"
 say "$qtool" quantize "$model" --recipe awq4 --num-samples 16 -o "$out/awq4"
-say "$qtool" eval "$out/awq4" --baseline "$model" --recipe awq4 --num-windows 2
+say "$qtool" eval "$out/awq4" --baseline "$model" --recipe awq4 --num-windows 2 --max-kl 0.2
 say "$qtool" compile "$out/awq4" --target openvino -o "$out/engine"
 
 printf '\n\033[1m$ %s\033[0m\n' "$qtool serve $out/engine --served-model-name smollm2 --port $port &" >&2

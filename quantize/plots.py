@@ -20,7 +20,7 @@ def require_matplotlib(path: Path) -> None:
     if path.suffix not in _SUFFIXES:
         raise UsageError(f"{path}: pictures end in {', '.join(_SUFFIXES)}; name it so")
     if find_spec("matplotlib") is None:
-        raise UsageError(f"{path}: drawing needs matplotlib; install it with: pip install 'qtool[plot]'")
+        raise UsageError(f"{path}: drawing needs matplotlib; in qtool's folder: pip install -e '.[plot]'")
     refuse_existing(path)
 
 

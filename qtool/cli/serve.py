@@ -102,7 +102,7 @@ def serve(
         str | None,
         typer.Option(
             envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
-            help="URL of an OpenTelemetry collector that gets a span for each request; needs qtool[otel].",
+            help="URL of an OpenTelemetry collector that gets a span for each request; needs the extra otel.",
         ),
     ] = None,
 ) -> None:

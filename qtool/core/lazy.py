@@ -16,5 +16,6 @@ def load(path: str, extra: str) -> Any:
         return getattr(import_module(module), name)
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"{extra} needs the package {error.name}, which is not installed; pip install 'qtool[{extra}]'"
+            f"{extra} needs the package {error.name}, which is not installed; in qtool's folder: "
+            f"pip install -e '.[{extra}]'"
         ) from error

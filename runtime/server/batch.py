@@ -138,8 +138,10 @@ def _request(place: str, line: str) -> BatchRequest:
     if not isinstance(found, dict) or not isinstance(found.get("custom_id"), str):
         raise UsageError(f"{place}: has no custom_id, by which its response is found; add one")
     if found.get("url") not in _ROUTES or found.get("method") != "POST":
-        wanted = nearest(str(found.get("url")), _ROUTES)
-        raise UsageError(f"{place}: asks for {found.get('method')} {found.get('url')}, wanted POST; {wanted}")
+        raise UsageError(
+            f"{place}: asks for {found.get('method')} {found.get('url')}, wanted POST and one of "
+            f"{', '.join(_ROUTES)}"
+        )
     if not isinstance(found.get("body"), dict):
         raise UsageError(f"{place}: has no body, the request itself; add one")
     return BatchRequest(found["custom_id"], found["url"], found["body"])

@@ -85,5 +85,5 @@ def test_tensorrt_proper_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatc
 
 def test_a_library_that_is_missing_is_named_with_its_extra() -> None:
     missing = Flavour("tensorrt-xyz", ("no_such_module", "nor_this_one"), "tensorrt-xyz", (80,))
-    with pytest.raises(QtoolError, match=r"nor_this_one.*pip install 'qtool\[tensorrt-xyz\]'"):
+    with pytest.raises(QtoolError, match=r"nor_this_one.*pip install -e '\.\[tensorrt-xyz\]'"):
         load(missing)

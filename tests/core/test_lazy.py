@@ -11,5 +11,5 @@ def test_what_is_named_is_loaded() -> None:
 
 
 def test_a_missing_package_is_an_error_that_names_the_extra() -> None:
-    with pytest.raises(UsageError, match=r"needs the package no_such_package.*pip install 'qtool\[onnx\]'"):
+    with pytest.raises(UsageError, match=r"needs the package no_such_package.*pip install -e '\.\[onnx\]'"):
         load("no_such_package.part:name", extra="onnx")

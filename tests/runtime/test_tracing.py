@@ -202,7 +202,7 @@ def test_without_the_package_or_with_no_url_the_server_does_not_start(
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     settings = ServerSettings(otlp_endpoint="http://127.0.0.1:9")
     with pytest.raises(
-        UsageError, match=r"otel needs the package opentelemetry.* pip install 'qtool\[otel\]'"
+        UsageError, match=r"otel needs the package opentelemetry.* pip install -e '\.\[otel\]'"
     ):
         serve(Address(port=0), "model", lambda: pytest.fail("loaded"), lambda url: None, settings)
     with pytest.raises(UsageError, match="is no http URL"):

@@ -45,11 +45,11 @@ def load(flavour: Flavour) -> ModuleType:
         except ImportError as error:
             raise QtoolError(
                 f"target {flavour.target}: module {name} is installed but cannot be loaded ({error}); "
-                f"reinstall it with: pip install 'qtool[{flavour.extra}]'"
+                f"reinstall it with: pip install -e '.[{flavour.extra}]' (in qtool's folder)"
             ) from error
     raise QtoolError(
         f"target {flavour.target}: its library is not installed ({'; '.join(problems)}); "
-        f"install it with: pip install 'qtool[{flavour.extra}]'"
+        f"install it with: pip install -e '.[{flavour.extra}]' (in qtool's folder)"
     )
 
 
