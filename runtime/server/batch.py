@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from qtool.errors import QtoolError, UsageError, nearest
+from qtool.errors import QtoolError, UsageError
 from qtool.runtime.request import ParameterError
 from qtool.runtime.server.chat_body import ChatBody
 from qtool.runtime.server.completion_body import CompletionBody

@@ -118,7 +118,7 @@ def train(
 
 
 def _mean(average: float, steps: int) -> float:
-    """An average that began at 0, corrected for that, as Adam's moments are (Kingma and Ba 2015, section 3)."""
+    """An average that began at 0, corrected for that as Adam's moments are (Kingma and Ba 2015)."""
     return average / (1 - _KEPT**steps)
 
 
