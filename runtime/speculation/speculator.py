@@ -29,6 +29,8 @@ _OWN_MEMORY = 12
 _PROBING = 0.01
 """Share of the time that may go into drafting where it should not pay, to see whether it does by now."""
 _PROBED_TOKENS = 2
+_TIMED_EVERY = 8
+"""Of steps that nothing is looked for in, how often one's time is taken in, which takes some itself."""
 _PLAIN_EVERY = 64
 """Of steps with drafts, how often one has none, so that their time stays known."""
 
@@ -109,6 +111,8 @@ class Speculator:
         self._worth = Worth()
         self._looks = True
         """Whether the step that runs was looked at for drafts."""
+        self._num_rested = 0
+        """Steps since one was looked at."""
         self._had_room = False
         """Whether any of its sequences might have had a draft."""
         self._drafting_ms = self._asked_ms = self._learning_ms = 0.0
@@ -410,10 +414,13 @@ class Speculator:
             return
         looking_ms = self._drafting_ms + self._learning_ms if self._looks else 0.0
         ms, engine_ms = 1000 * seconds, 1000 * engine_seconds
+        self._worth.pass_time(ms)
+        self._num_rested = 0 if self._looks else self._num_rested + 1
+        if self._num_rested % _TIMED_EVERY:
+            return
         rows = self._num_rows if self._looks else 0
         self.times.update(load, engine_ms)
         self.times.note_outside(max(ms - engine_ms - looking_ms, 0.0), rows > 0)
-        self._worth.pass_time(ms)
         if not self._looks or not self._had_room or self._is_probe:
             return
         saved_ms = 0.0

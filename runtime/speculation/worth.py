@@ -4,7 +4,7 @@ _SHARE = 0.005
 """Of the time, what may go into looking for drafts that bring nothing."""
 _MOST = 30
 """Looks that what was saved pays for ahead, as it is assumed at the start."""
-_LEAST = 4
+_LEAST = 1
 """Looks that are paid for later, at most."""
 _RATE = 0.1
 
@@ -35,6 +35,7 @@ class Worth:
         if self._look_ms is None:
             self._look_ms = ms
             self._credit_ms = _MOST * ms
+        ms = min(ms, 2 * self._look_ms)  # what was held up is not usual
         self._look_ms += _RATE * (ms - self._look_ms)
         credit = self._credit_ms + saved_ms - ms
         self._credit_ms = min(max(credit, -_LEAST * self._look_ms), _MOST * self._look_ms)
