@@ -9,12 +9,12 @@ from pydantic import (
     Field,
     NonNegativeInt,
     PositiveInt,
-    ValidationError,
     model_validator,
 )
 
 from qtool.compile.hidden import HiddenStates
 from qtool.core.recipe import OpenVinoOptions
+from qtool.core.records import read_record
 from qtool.errors import QtoolError
 
 ENGINE = "engine.json"
@@ -84,16 +84,7 @@ class EngineSpec(BaseModel):
 
 def read_spec(folder: Path) -> EngineSpec:
     """The ``engine.json`` of an engine folder; QtoolError says what is wrong with it."""
-    file = folder / ENGINE
-    try:
-        return EngineSpec.model_validate_json(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise QtoolError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = "".join(f"{part}: " for part in problem["loc"])
-        said = f" (got {problem['input']!r})" if problem["loc"] else ""
-        raise QtoolError(f"{file}: {where}{problem['msg']}{said}; compile the checkpoint again") from error
+    return read_record(folder / ENGINE, EngineSpec, "compile the checkpoint again")
 
 
 def own_files(folder: Path, target: str) -> dict[str, int]:

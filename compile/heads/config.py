@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from qtool.compile.config import DecoderConfig, read_config
 from qtool.compile.hidden import FINAL, HiddenLayer
-from qtool.errors import QtoolError, UsageError
+from qtool.core.records import read_record
+from qtool.errors import UsageError
 
 HEAD_CONFIG = "head.json"
 HeadKind = Literal["medusa", "eagle", "eagle3"]
@@ -60,15 +61,7 @@ class HeadConfig(BaseModel):
 
 def read_head_config(folder: Path) -> HeadConfig:
     """The ``head.json`` of a folder; QtoolError says what is wrong with it."""
-    file = folder / HEAD_CONFIG
-    try:
-        return HeadConfig.model_validate_json(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise QtoolError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        raise QtoolError(f"{file}: {where}: {problem['msg']}; train or fetch the head again") from error
+    return read_record(folder / HEAD_CONFIG, HeadConfig, "train or fetch the head again")
 
 
 def refuse_file(path: Path) -> None:

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from qtool.errors import QtoolError
+from qtool.core.records import read_record
 
 INFO = "engine_info.json"
 PLAN = "model.plan"
@@ -114,15 +114,7 @@ class EngineInfo(_Frozen):
 
 def read_info(folder: Path) -> EngineInfo:
     """The ``engine_info.json`` of an engine folder; QtoolError says what is wrong with it."""
-    file = folder / INFO
-    try:
-        return EngineInfo.model_validate_json(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise QtoolError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        raise QtoolError(f"{file}: {where}: {problem['msg']}; compile the checkpoint again") from error
+    return read_record(folder / INFO, EngineInfo, "compile the checkpoint again")
 
 
 _PROGRAM_BYTES = 1_950_000
