@@ -301,9 +301,7 @@ def test_a_weight_beyond_float16_is_named_before_the_build(tmp_path: Path) -> No
     tensors = load_file(checkpoint / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = 1e5
     save_file(tensors, checkpoint / "model.safetensors")
-    with pytest.raises(
-        QtoolError, match=r"model: model\.layers\.1\.mlp\.up_proj\.weight reaches 100000"
-    ):
+    with pytest.raises(QtoolError, match=r"model: model\.layers\.1\.mlp\.up_proj\.weight reaches 100000"):
         compile_engine(checkpoint, "tensorrt-rtx", tmp_path / "engine")
 
 
