@@ -213,8 +213,13 @@ def test_another_precision_of_the_pool_is_refused(tiny: Path, tmp_path: Path) ->
 
 def test_a_damaged_graph_is_said_plainly(compiled: Compiler, tiny: Path, tmp_path: Path) -> None:
     compiled(tiny)
-    (tmp_path / "engine" / MODEL).write_bytes(b"nothing")
+    file = tmp_path / "engine" / MODEL
+    size = file.stat().st_size
+    file.write_bytes(b"nothing".ljust(size))
     with pytest.raises(QtoolError, match="cannot be opened by ONNX Runtime"):
+        open_engine(tmp_path / "engine")
+    file.write_bytes(b"nothing")
+    with pytest.raises(QtoolError, match=rf"has 7 bytes, engine\.json says {size}"):
         open_engine(tmp_path / "engine")
 
 

@@ -235,8 +235,8 @@ def test_what_the_engine_was_not_built_for_is_refused(built: Path) -> None:
         open_stand_in(built, kv_cache_tokens=32 * most + 1)
 
 
-def test_without_a_gpu_opening_says_so(checkpoint: Path, built: Path, tmp_path: Path) -> None:
+def test_without_a_gpu_opening_says_so(half: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(QtoolError, match="runs on an NVIDIA GPU, and torch sees none"):
-        open_engine(built)
+        open_engine(half)
