@@ -154,16 +154,20 @@ async def ask_until_the_end(port: int, client: int, server: "subprocess.Popen[st
 
 
 def test_sigterm_under_load_loses_no_admitted_request(tokenizer_folder: Path) -> None:
-    async def load(server: "subprocess.Popen[str]", port: int) -> Sequence[Answer]:
+    async def load(server: "subprocess.Popen[str]", port: int) -> tuple[Sequence[Answer], str]:
+        assert server.stderr is not None
+        log = asyncio.ensure_future(
+            asyncio.to_thread(server.stderr.read)
+        )  # a full pipe would stop the server
         asking = [asyncio.ensure_future(ask_until_the_end(port, client, server)) for client in range(24)]
         await asyncio.sleep(1)
         server.send_signal(signal.SIGTERM)
         async with asyncio.timeout(60):
-            return [answer for answers in await asyncio.gather(*asking) for answer in answers]
+            return [answer for answers in await asyncio.gather(*asking) for answer in answers], await log
 
     with process(tokenizer_folder, 0.005, log_format="json") as server:
-        answers = asyncio.run(load(server, port_of(url_of(server))))
-        _, log = server.communicate(timeout=30)
+        answers, log = asyncio.run(load(server, port_of(url_of(server))))
+        server.wait(timeout=30)
     assert server.returncode == 0
     records = [json.loads(line) for line in log.splitlines()]
     taken = {record["request_id"]: record for record in records if record["message"] == "request"}
