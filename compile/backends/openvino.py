@@ -76,7 +76,7 @@ class OpenVino:
         return _reshape(normed.output(0), [0, -1])
 
     def rope(self, x: Node, rope: Rope) -> Node:
-        """In the form [T, H, 1, D] that the plugin fuses into one kernel."""
+        """In the form [T, H, 1, D] that the plugin fuses into one kernel; it wants the axis of a split as 3."""
         if rope not in self._rotations:
             positions = ops.convert(self._input("positions"), ov.Type.f32)
             half = ops.multiply(_reshape(positions.output(0), [-1, 1, 1, 1]), _floats(rope.frequencies()))
@@ -89,8 +89,8 @@ class OpenVino:
         heads, rest = _reshape(x, [0, -1, 1, rope.head_dim]), []
         if rope.dim < rope.head_dim:
             sizes = _integers([rope.dim, rope.head_dim - rope.dim])
-            heads, *rest = ops.variadic_split(heads, _integers(-1), sizes).outputs()
-        first, second = ops.variadic_split(heads, _integers(-1), _integers([rope.dim // 2] * 2)).outputs()
+            heads, *rest = ops.variadic_split(heads, _integers(3), sizes).outputs()
+        first, second = ops.variadic_split(heads, _integers(3), _integers([rope.dim // 2] * 2)).outputs()
         turned = ops.concat([ops.multiply(second, _floats(-1.0)), first], -1)
         rotated = ops.add(ops.multiply(heads, cos), ops.multiply(turned, sin))
         return _reshape(ops.concat([rotated, *rest], -1).output(0) if rest else rotated.output(0), [0, -1])

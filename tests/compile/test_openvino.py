@@ -125,10 +125,23 @@ def test_a_group_size_that_the_plugin_gets_wrong_is_split_exactly(
     assert_same(compiled(checkpoint), open_engine(checkpoint, kv_cache_tokens=POOL))
 
 
+def kernels(folder: Path) -> dict[ov.Node, str]:
+    """The kind of each node of the compiled graph."""
+    graph = compile_model(folder / MODEL, read_spec(folder), 1).get_runtime_model()
+    return {node: node.get_rt_info()["layerType"].astype(str) for node in graph.get_ops()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rotary_embedding_is_one_kernel(family: str, tmp_path: Path) -> None:
+    checkpoint = write_family(family, tmp_path / "model")
+    compile_engine(checkpoint, "openvino", tmp_path / "engine")
+    kinds = list(kernels(tmp_path / "engine").values())
+    assert kinds.count("RoPE") == 2 * kinds.count("PagedAttention") > 0
+
+
 def matrix_products(folder: Path) -> list[str]:
     """The type of the stored weight that each matrix product of the compiled graph reads."""
-    graph = compile_model(folder / MODEL, read_spec(folder), 1).get_runtime_model()
-    kinds = {node: node.get_rt_info()["layerType"].astype(str) for node in graph.get_ops()}
+    kinds = kernels(folder)
     assert "MatMul" not in kinds.values()
     return [
         node.input(1).get_element_type().get_type_name()
