@@ -48,13 +48,15 @@ _WHOLE_KV: dict[str, Callable[[int], int]] = {
     "f32": lambda head_dim: 2 * 4 * head_dim,
     "f16": lambda head_dim: 2 * 2 * head_dim,
 }
+_OPENVINO_KV = {"f32": ("f32", "f16", "u8"), "bf16": ("bf16", "u8")}
+"""The pools that OpenVINO's attention takes, by the precision it computes in."""
 TARGETS: dict[str, Target] = {
     "openvino": Target(
         "qtool.compile.backends.openvino:write",
         weights="*.bin",
         abilities=Abilities(),
         block_size=32,  # the CPU plugin's own
-        kv_bytes={**_WHOLE_KV, "u8": _quantized_kv},
+        kv_bytes={**_WHOLE_KV, "bf16": _WHOLE_KV["f16"], "u8": _quantized_kv},
     ),
     "onnx": Target(
         "qtool.compile.backends.onnx:write",
@@ -101,12 +103,13 @@ def check_target(
         raise UsageError(f"target {target} has no plugins; leave attention: plugin out")
     if openvino is not None and target != "openvino":
         raise UsageError(f"target {target} has no use for the options of OpenVINO; leave them out")
-    kv_bytes = TARGETS[target].kv_bytes
-    kv_cache = kv_cache or next(iter(kv_bytes))
-    if kv_cache not in kv_bytes:
-        raise UsageError(
-            f"kv_cache {kv_cache!r} is not possible for target {target}; wanted {', '.join(kv_bytes)}"
-        )
+    possible, of = list(TARGETS[target].kv_bytes), f"target {target}"
+    if target == "openvino":
+        precision = (openvino or OpenVinoOptions()).precision
+        possible, of = list(_OPENVINO_KV[precision]), f"{of} in precision {precision}"
+    kv_cache = kv_cache or possible[0]
+    if kv_cache not in possible:
+        raise UsageError(f"kv_cache {kv_cache!r} is not possible for {of}; wanted {', '.join(possible)}")
     return kv_cache
 
 
@@ -124,7 +127,7 @@ def compile_engine(
 ) -> EngineSpec:
     """Compile the checkpoint folder for `target` into the new folder `output`, whole or not at all.
 
-    `kv_cache` is the precision of keys and values in the pool: f32 is exact, f16 halves the pool's
+    `kv_cache` is the precision of keys and values in the pool: f32 is exact, f16 and bf16 halve the pool's
     bytes, u8 quarters them; what they cost is for ``qtool eval`` to measure. None takes the most exact that
     the target has, and is refused for a checkpoint that asks for a quantized one. `openvino` is what OpenVINO
     may round while it computes. `progress` is told the phase of a build that takes long, and the share of it

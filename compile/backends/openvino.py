@@ -76,7 +76,7 @@ class OpenVino:
         return _reshape(normed.output(0), [0, -1])
 
     def rope(self, x: Node, rope: Rope) -> Node:
-        """In the form [T, H, 1, D] that the plugin fuses into one kernel; it wants the axis of a split as 3."""
+        """In the form [T, H, 1, D] that the plugin fuses into one kernel, given the split's axis as 3."""
         if rope not in self._rotations:
             positions = ops.convert(self._input("positions"), ov.Type.f32)
             half = ops.multiply(_reshape(positions.output(0), [-1, 1, 1, 1]), _floats(rope.frequencies()))

@@ -25,8 +25,8 @@ def compile_(
     kv_cache: Annotated[
         str | None,
         typer.Option(
-            help="Precision of the KV cache: f32, f16 or u8, as far as the target has it; its most "
-            "exact by default. Below f32 costs accuracy."
+            help="Precision of the KV cache: f32, f16, bf16 or u8, as far as the target has it; its "
+            "most exact by default. Below f32 costs accuracy."
         ),
     ] = None,
     hidden_states: Annotated[
@@ -48,6 +48,13 @@ def compile_(
             "--verify", help="Run the compiled graph on this CPU and print its drift from CHECKPOINT."
         ),
     ] = False,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="What is computed in: f32, the default, or bf16, for CPUs that multiply it faster (AMX).",
+            rich_help_panel=_OPENVINO,
+        ),
+    ] = None,
     dynamic_quantization: Annotated[
         int | None,
         typer.Option(
@@ -92,7 +99,7 @@ def compile_(
         "draft_tokens": draft_tokens,
     }
     options = _changed(TensorRtOptions, chosen.tensorrt, limits)
-    rounding = {"dynamic_quantization": dynamic_quantization}
+    rounding = {"precision": precision, "dynamic_quantization": dynamic_quantization}
     openvino = _changed(OpenVinoOptions, chosen.openvino, rounding)
     kv_cache = kv_cache or chosen.kv_cache
     check_target(target, kv_cache, options, openvino)

@@ -104,6 +104,7 @@ def _facts(found: "Inspection") -> "Table":
         table.add_row("block", f"{found.engine.block_size} tokens")
         if (options := found.engine.openvino) is not None:
             rounded = options.dynamic_quantization
+            table.add_row("computes in", options.precision)
             table.add_row("inputs rounded to int8", f"{rounded} with one scale" if rounded else "none")
         table.add_row("window", f"{found.engine.window} tokens" if found.engine.window else "none")
         table.add_row("drafts verified", "chains and trees" if found.engine.takes_trees else "chains")

@@ -205,6 +205,9 @@ class Evaluation(Frozen):
 class OpenVinoOptions(Frozen):
     """What an OpenVINO engine may round while it computes, to be faster; by default nothing."""
 
+    precision: Literal["f32", "bf16"] = Field(
+        "f32", description="of what is computed; bf16 is for CPUs that multiply it faster, as with AMX"
+    )
     dynamic_quantization: Literal[32, 64, 128] | None = Field(
         None,
         description="inputs of quantized linears that are rounded to int8 with one scale; null: not rounded",
@@ -237,7 +240,9 @@ class CompileTarget(Frozen):
     """An engine to build."""
 
     target: str = Field(description="openvino, onnx, tensorrt-rtx, tensorrt or reference")
-    kv_cache: Literal["f32", "f16", "u8"] | None = Field(None, description="null: the target's most exact")
+    kv_cache: Literal["f32", "f16", "bf16", "u8"] | None = Field(
+        None, description="null: the most exact that the target and its precision have"
+    )
     openvino: OpenVinoOptions | None = Field(None, description="of target openvino alone")
     tensorrt: TensorRtOptions | None = Field(None, description="of the TensorRT targets alone")
 

@@ -126,7 +126,7 @@ def compile_model(file: Path, spec: EngineSpec, threads: int | None) -> ov.Compi
     settings = {
         "PERFORMANCE_HINT": "LATENCY",
         "ENABLE_CPU_PINNING": False,
-        "INFERENCE_PRECISION_HINT": "f32",
+        "INFERENCE_PRECISION_HINT": options.precision,
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": options.dynamic_quantization or 0,
         "KV_CACHE_PRECISION": spec.kv_cache,
     }

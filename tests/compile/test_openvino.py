@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import openvino as ov
@@ -202,6 +203,35 @@ def test_inputs_rounded_to_int8_are_an_option_that_costs_a_little(tmp_path: Path
     assert (rounded > BOUND) == ("vnni" in Path("/proc/cpuinfo").read_text())
 
 
+@pytest.mark.parametrize("kv_cache", [None, "u8"])
+def test_computing_in_bf16_is_an_option_that_costs_a_little(kv_cache: str | None, tmp_path: Path) -> None:
+    """8 bits of each number, but for angles of the rotary embedding: positions in bf16 would be others."""
+    checkpoint = write_family("llama", tmp_path / "model")
+    options = OpenVinoOptions(precision="bf16")
+    spec = compile_engine(checkpoint, "openvino", tmp_path / "engine", kv_cache=kv_cache, openvino=options)
+    assert spec.kv_cache == (kv_cache or "bf16")
+    engine = open_engine(tmp_path / "engine", kv_cache_tokens=POOL, threads=1)
+    wanted = in_chunks(open_engine(checkpoint, kv_cache_tokens=POOL), TOKENS, [7, 2, 11, 5, 13], [33])
+    logits = in_chunks(engine, TOKENS, [7, 2, 11, 5, 13], [33])
+    assert BOUND < difference(logits, wanted) < 0.1
+
+
+@pytest.mark.parametrize(("precision", "kv_cache"), [("bf16", "f16"), ("bf16", "f32"), ("f32", "bf16")])
+def test_a_pool_that_the_precision_has_not_is_refused(
+    precision: Literal["f32", "bf16"], kv_cache: str, tiny: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        UsageError, match=f"'{kv_cache}' is not possible for .* in precision {precision}; wanted"
+    ):
+        compile_engine(
+            tiny,
+            "openvino",
+            tmp_path / "engine",
+            kv_cache=kv_cache,
+            openvino=OpenVinoOptions(precision=precision),
+        )
+
+
 def test_groups_of_inputs_that_would_not_be_rounded_are_refused(tmp_path: Path) -> None:
     source = write_family("llama", tmp_path / "source")
     checkpoint = write_quantized(source, tmp_path / "model", {"mlp": IntScheme(4, 32, True)})
@@ -221,9 +251,15 @@ def test_groups_of_inputs_that_would_not_be_rounded_are_refused(tmp_path: Path) 
         )
 
 
-@pytest.mark.parametrize("kv_cache", ["f32", "f16", "u8"])
-def test_the_pool_has_the_bytes_that_the_spec_says(kv_cache: str, tiny: Path, tmp_path: Path) -> None:
-    spec = compile_engine(tiny, "openvino", tmp_path / "engine", kv_cache=kv_cache)
+@pytest.mark.parametrize(
+    ("kv_cache", "precision"),
+    [("f32", "f32"), ("f16", "f32"), ("u8", "f32"), ("bf16", "bf16"), ("u8", "bf16")],
+)
+def test_the_pool_has_the_bytes_that_the_spec_says(
+    kv_cache: str, precision: Literal["f32", "bf16"], tiny: Path, tmp_path: Path
+) -> None:
+    options = OpenVinoOptions(precision=precision)
+    spec = compile_engine(tiny, "openvino", tmp_path / "engine", kv_cache=kv_cache, openvino=options)
     pools = [
         port
         for port in compile_model(tmp_path / "engine" / MODEL, spec, 1).inputs
