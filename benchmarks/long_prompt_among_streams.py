@@ -6,11 +6,12 @@
         --server whole='qtool serve ENGINE --port {port} --threads 2 --max-num-batched-tokens 4096'
 
 Eight streams decode, once by themselves and once while a prompt of 2,048 tokens arrives: the 99th percentile
-of the time between their tokens. Then prompts of 512 tokens and some more, each twice with another end: the
+of the time between their tokens, beside the prompt until its own first token. Then prompts of 512 tokens and some more, each twice with another end: the
 time to the first token with the prefix in the cache, as a part of what it takes without.
 """
 
 import argparse
+import math
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
@@ -26,11 +27,16 @@ _PREFIX = 512
 _TAIL = 16
 
 
-def gap_ms(streams: Sequence[Stream]) -> float:
-    """The 99th percentile of the time between tokens, in the midst of the streams: not while they begin."""
-    begin = max(stream.arrivals[0] for stream in streams)
-    times = [[time for time in stream.arrivals if time >= begin] for stream in streams]
-    gaps = [after - before for own in times for before, after in pairwise(own)]
+def gap_ms(streams: Sequence[Stream], begin: float = 0.0, end: float = math.inf) -> float:
+    """The 99th percentile of the time between tokens in the midst of the streams, not while they begin, and of
+    what overlaps the time from `begin` to `end`."""
+    begin = max(begin, *(stream.arrivals[0] for stream in streams))
+    gaps = [
+        after - before
+        for stream in streams
+        for before, after in pairwise(stream.arrivals)
+        if after > begin and before < end
+    ]
     return 1e3 * percentile(gaps, 0.99)
 
 
@@ -44,7 +50,7 @@ def measure_gaps(server: Server, prompts: Prompts, tokens: int, delay: float) ->
     *streams, long = run_load(server.port, server.model, requests)
     if long.arrivals[0] > max(stream.arrivals[-1] for stream in streams):
         print(f"    {server.name}: the streams ended before the long prompt did; give them more --tokens")
-    beside = gap_ms(streams)
+    beside = gap_ms(streams, long.sent, long.arrivals[0])
     return (
         f"p99 between tokens {alone:7.1f} ms alone, {beside:7.1f} ms beside the long prompt, "
         f"{beside / alone:5.2f} times; its first token after {long.ttft:5.2f} s"
