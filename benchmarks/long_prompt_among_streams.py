@@ -6,8 +6,9 @@
         --server whole='qtool serve ENGINE --port {port} --threads 2 --max-num-batched-tokens 4096'
 
 Eight streams decode, once by themselves and once while a prompt of 2,048 tokens arrives: the 99th percentile
-of the time between their tokens, beside the prompt until its own first token. Then prompts of 512 tokens and some more, each twice with another end: the
-time to the first token with the prefix in the cache, as a part of what it takes without.
+of the time between their tokens, beside the prompt until its own first token. Then prompts of 512 tokens and
+some more, each twice with another end: the time to the first token with the prefix in the cache, as a part of
+what it takes without.
 """
 
 import argparse
@@ -28,8 +29,8 @@ _TAIL = 16
 
 
 def gap_ms(streams: Sequence[Stream], begin: float = 0.0, end: float = math.inf) -> float:
-    """The 99th percentile of the time between tokens in the midst of the streams, not while they begin, and of
-    what overlaps the time from `begin` to `end`."""
+    """The 99th percentile of the time between tokens, of those that overlap the time from `begin` to `end`; not
+    while the streams begin."""
     begin = max(begin, *(stream.arrivals[0] for stream in streams))
     gaps = [
         after - before
