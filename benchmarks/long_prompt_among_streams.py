@@ -29,7 +29,7 @@ _TAIL = 16
 
 
 def gap_ms(streams: Sequence[Stream], begin: float = 0.0, end: float = math.inf) -> float:
-    """The 99th percentile of the time between tokens, of those that overlap the time from `begin` to `end`; not
+    """The 99th percentile of the time between tokens, where it overlaps the time from `begin` to `end`; not
     while the streams begin."""
     begin = max(begin, *(stream.arrivals[0] for stream in streams))
     gaps = [
