@@ -68,26 +68,29 @@ def _round_columns(
     weight: Tensor, grid: Grid, order: Tensor, factor: Tensor, block_size: int
 ) -> QuantizedTensor:
     """Algorithm 1 of the paper: updates go to the rest of a block of columns at once, and to the blocks after
-    it when the block is done."""
-    in_features = weight.shape[1]
-    group_of = (order // (in_features // grid.scale.shape[1])).tolist()
-    remaining = weight[:, order].clone()
+    it when the block is done. Columns are held as rows, since one is read and written at a time."""
+    in_features, scheme = weight.shape[1], grid.scheme
+    group, diagonal = (order // (in_features // grid.scale.shape[1])).tolist(), factor.diagonal().tolist()
+    scale = grid.scale.float().T.contiguous()
+    zero_point = (
+        torch.zeros_like(scale) if grid.zero_point is None else grid.zero_point.float().T.contiguous()
+    )
+    remaining = weight.T[order]
     codes = torch.empty_like(remaining)
     for start in range(0, in_features, block_size):
         end = min(start + block_size, in_features)
-        block, inner = remaining[:, start:end], factor[start:end, start:end]
+        block, inner = remaining[start:end], factor[start:end, start:end]
         errors = torch.empty_like(block)
-        for column in range(end - start):
-            value = block[:, column : column + 1]
-            code = grid.codes(value, group_of[start + column])
-            error = (value - grid.values(code, group_of[start + column])) / inner[column, column]
-            block[:, column:] -= error * inner[column, column:]
-            codes[:, start + column] = code[:, 0]
-            errors[:, column] = error[:, 0]
-        remaining[:, end:] -= errors @ factor[start:end, end:]
-    original = torch.empty_like(codes, dtype=torch.int8)
-    original[:, order] = codes.to(torch.int8)
-    return QuantizedTensor(original, grid.scale, grid.zero_point, grid.scheme)
+        for place, column in enumerate(range(start, end)):
+            step, zero = scale[group[column]], zero_point[group[column]]
+            code = (block[place] / step).round_().add_(zero).clamp_(scheme.low, scheme.high)
+            torch.div(block[place] - (code - zero) * step, diagonal[column], out=errors[place])
+            codes[column] = code
+            block[place + 1 :].addr_(inner[place, place + 1 :], errors[place], alpha=-1)
+        remaining[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+    original = torch.empty(weight.shape, dtype=torch.int8)
+    original[:, order] = codes.T.to(torch.int8)
+    return QuantizedTensor(original, grid.scale, grid.zero_point, scheme)
 
 
 def inverse_factor(moment: Tensor, damping: float) -> tuple[float, Tensor]:

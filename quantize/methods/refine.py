@@ -64,29 +64,29 @@ def _least_squares(weight: Tensor, centred: Tensor, old: Tensor, hessian: Tensor
 def descend(weight: Tensor, quantized: QuantizedTensor, hessian: Tensor, block_size: int) -> QuantizedTensor:
     """One sweep over the columns, each code set to its best given all others; loudest inputs first.
 
-    The gradient ``ΔW H`` is kept up to date within a block of columns, and for the rest when a block is done.
+    The gradient ``ΔW H`` is kept up to date for the columns still to come: at once within a block of them,
+    for the rest when the block is done. Columns are held as rows, since one is read and written at a time.
     """
     in_features = weight.shape[1]
     scheme, groups = quantized.scheme, quantized.scale.shape[1]
     order = hessian.diagonal().argsort(descending=True, stable=True)
     hessian = hessian[order][:, order]
-    group = order // (in_features // groups)
-    scale = quantized.scale.float()[:, group]
-    codes = quantized.codes.float()[:, order]
-    zero_point = 0 if quantized.zero_point is None else quantized.zero_point.float()[:, group]
-    gradient = ((codes - zero_point) * scale - weight[:, order]) @ hessian
-    curvature = hessian.diagonal() * scale
+    diagonal, group = hessian.diagonal().tolist(), (order // (in_features // groups)).tolist()
+    scale = quantized.scale.float().T.contiguous()
+    codes = quantized.codes.T[order].float()
+    gradient = hessian @ (quantized.dequantize() - weight).T[order]
     for start in range(0, in_features, block_size):
         end = min(start + block_size, in_features)
-        inner, block = hessian[start:end, start:end], gradient[:, start:end].clone()
+        block, inner = gradient[start:end], hessian[start:end, start:end]
         change = torch.empty_like(block)
-        for column in range(start, end):
-            best = codes[:, column] - block[:, column - start] / curvature[:, column]
-            best = best.round_().clamp_(scheme.low, scheme.high)
-            change[:, column - start] = (best - codes[:, column]) * scale[:, column]
-            codes[:, column] = best
-            block.addr_(change[:, column - start], inner[column - start])
-        gradient.addmm_(change, hessian[start:end])
+        for place, column in enumerate(range(start, end)):
+            step = scale[group[column]]
+            best = torch.addcdiv(codes[column], block[place], step, value=-1 / diagonal[column])
+            best.round_().clamp_(scheme.low, scheme.high)
+            torch.mul(best - codes[column], step, out=change[place])
+            codes[column] = best
+            block[place + 1 :].addr_(inner[place + 1 :, place], change[place])
+        gradient[end:].addmm_(hessian[end:, start:end], change)
     found = torch.empty_like(quantized.codes)
-    found[:, order] = codes.to(torch.int8)
+    found[:, order] = codes.T.to(torch.int8)
     return QuantizedTensor(found, quantized.scale, quantized.zero_point, scheme)
