@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from qtool.calibrate.experts import separate_experts
 from qtool.core.checkpoint import Checkpoint
 from qtool.errors import QtoolError, UsageError
 
@@ -21,7 +22,8 @@ _DTYPES = ("F16", "BF16", "F32")
 def skeleton(checkpoint: Checkpoint) -> Any:
     """The decoder that config.json describes, its tensors without memory, in float32.
 
-    Raises UsageError when transformers makes no decoder of it, or another than it names.
+    Its parts have the names that checkpoints store, and experts linears of their own, see `experts`. Raises
+    UsageError when transformers makes no decoder of it, or another than it names.
     """
     architecture = checkpoint.architecture
     model = _from_config(checkpoint)
@@ -37,11 +39,13 @@ def skeleton(checkpoint: Checkpoint) -> Any:
             f"{checkpoint.path}: {architecture} has no layers in {PREFIX}; "
             "wanted a decoder-only architecture such as LlamaForCausalLM"
         )
+    separate_experts(layers, torch.float32)
     joined = next((name for name, value in layers.named_parameters() if value.dim() > 2), None)
     if joined is not None:
         raise UsageError(
-            f"{checkpoint.path}: transformers holds the experts of {PREFIX}.{joined} in one tensor, not in "
-            "linears, so mixtures of experts can't be quantized yet; compile the checkpoint as it is"
+            f"{checkpoint.path}: transformers holds the experts of {PREFIX}.{joined} in one tensor, and how "
+            f"{architecture} stores them is not known here; wanted MixtralForCausalLM, Qwen3MoeForCausalLM "
+            "or a dense model"
         )
     return model
 
@@ -51,6 +55,8 @@ def _from_config(checkpoint: Checkpoint) -> Any:
         config = AutoConfig.from_pretrained(checkpoint.path)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
+        if hasattr(config, "output_router_logits"):
+            config.output_router_logits = False  # for a loss of training, out of routers that do not run here
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     except Exception as error:  # what a wrong value in a config raises depends on who trips over it

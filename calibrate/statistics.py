@@ -1,6 +1,6 @@
 """What a linear sees: second moments and magnitudes of its input, gathered over calibration windows."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -42,6 +42,24 @@ class InputStatistics:
     def output_power(self, weight: Tensor) -> float:
         """Mean over tokens of ``|weight x|²``, exactly: ``tr(W H Wᵀ)`` for weight [N, K]."""
         return float(((weight @ self.second_moment) * weight).sum(dtype=torch.float64))
+
+
+def pooled(statistics: Sequence[InputStatistics]) -> InputStatistics:
+    """What several linears of K inputs see together, each of their tokens counted alike.
+
+    Linears that share one input share what they see.
+    """
+    first = statistics[0]
+    if all(one is first for one in statistics):
+        return first
+    tokens = sum(one.tokens for one in statistics)
+    moment, mean_abs = torch.zeros_like(first.second_moment), torch.zeros_like(first.mean_abs)
+    for one in statistics:
+        moment.add_(one.second_moment, alpha=one.tokens / tokens)
+        mean_abs.add_(one.mean_abs, alpha=one.tokens / tokens)
+    low = torch.stack([one.low for one in statistics]).amin(0)
+    high = torch.stack([one.high for one in statistics]).amax(0)
+    return InputStatistics(moment, mean_abs, low, high, tokens)
 
 
 _BLOCK = 256

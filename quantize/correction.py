@@ -79,7 +79,7 @@ def closing_linear(layer: nn.Module, names: list[str], update: Callable[[], Tens
             rest = update()
         finally:
             hook.remove()
-        if given[0].shape == whole.shape:
+        if given and given[0].shape == whole.shape:
             difference = (whole - rest - given[0]).norm()
             if bool(difference <= _TOLERANCE * whole.norm()):
                 return name

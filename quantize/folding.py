@@ -2,7 +2,7 @@
 
 Linears that read ``x`` may have their weight columns multiplied by s when x itself is divided by s; and x is
 divided by dividing the rows of the weight that made it: a norm's, or a linear's whose output reaches the
-readers channel by channel.
+readers channel by channel. The norm before a mixture of experts is read by all of them, and by their router.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from qtool.calibrate.experts import ROUTER, mixtures
 
 _CANDIDATES = (
     ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
@@ -29,6 +31,8 @@ class Absorber:
 
     source: str
     readers: tuple[str, ...]
+    routes: bool = False
+    """Whether one of the readers is a router."""
 
 
 def absorbers(layer: nn.Module, update: Callable[[], Tensor]) -> list[Absorber]:
@@ -36,18 +40,44 @@ def absorbers(layer: nn.Module, update: Callable[[], Tensor]) -> list[Absorber]:
 
     Names promise little (one architecture's ``post_attention_layernorm`` feeds the MLP, another's the
     residual; a norm's weight may stand for ``1 + weight``), so each is tried: `update` runs the layer and
-    gives what it adds to each token, [T, hidden], which must be the same after a trial fold.
+    gives what it adds to each token, [T, hidden], which must be the same after a trial fold. Within an expert
+    nothing is tried, since those are `calibrate.experts`' own.
     """
     parts = dict(layer.named_modules())
+    usual = [Absorber(source, readers) for source, readers in _CANDIDATES]
     found = [
-        Absorber(source, readers)
-        for source, readers in _CANDIDATES
-        if all(name in parts for name in (source, *readers)) and _fits(parts[source], parts[readers[0]])
+        absorber
+        for absorber in [*usual, *_before_experts(layer)]
+        if all(name in parts for name in (absorber.source, *absorber.readers))
+        and _fits(parts[absorber.source], parts[absorber.readers[0]])
     ]
     if not found:
         return []
     expected = update()
-    return [absorber for absorber in found if _is_exact(layer, absorber, update, expected)]
+    exact = [absorber for absorber in found if _is_exact(layer, absorber, update, expected)]
+    return [*exact, *_within_experts(layer)]
+
+
+def _before_experts(layer: nn.Module) -> list[Absorber]:
+    """The norm that all the experts of the layer may read, and their router."""
+    found = []
+    for mixture, experts in mixtures(layer):
+        readers = [
+            f"{mixture}.experts.{number}.{linear}"
+            for number in range(len(experts))
+            for linear in (experts.names.gate, experts.names.up)
+        ]
+        readers.append(f"{mixture}.{ROUTER}")
+        found.append(Absorber("post_attention_layernorm", tuple(readers), routes=True))
+    return found
+
+
+def _within_experts(layer: nn.Module) -> list[Absorber]:
+    return [
+        Absorber(f"{expert}.{experts.names.up}", (f"{expert}.{experts.names.down}",))
+        for mixture, experts in mixtures(layer)
+        for expert in (f"{mixture}.experts.{number}" for number in range(len(experts)))
+    ]
 
 
 def _fits(source: nn.Module, reader: nn.Module) -> bool:

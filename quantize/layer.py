@@ -16,6 +16,7 @@ from qtool.core.schemes import Fp4Scheme, Fp8Scheme, IntScheme
 from qtool.errors import QtoolError
 from qtool.quantize.activations import calibrated
 from qtool.quantize.correction import OutputError, closing_linear, corrected
+from qtool.quantize.experts import starved
 from qtool.quantize.fused import fused_with
 from qtool.quantize.linear import Chosen, quantize_linear
 from qtool.quantize.methods.floats import shared_fp8_scale, shared_nvfp4_scale
@@ -61,10 +62,12 @@ def quantize_layer(
 ) -> QuantizedLayer:
     """Quantize the linears that `assigned` lists by full name; `layer` is changed on the way.
 
-    `statistics` is what each of them sees. Where a method corrects, the last linear is quantized after the
-    others and aims at the output of the full-precision model's layer.
+    `statistics` is what each of them sees; experts that saw too few tokens for their method are rounded to
+    nearest. Where a method corrects, the last linear is quantized after the others and aims at the output of
+    the full-precision model's layer.
     """
-    seen = dict(statistics)
+    seen, poor = dict(statistics), starved(assigned, statistics)
+    assigned = {**assigned, **poor}
     before = {module: _rounded_db(layer, module, one, seen[module]) for module, one in assigned.items()}
     folded = fold_scales(layer.prefix, layer.module, assigned, seen, layer.dtypes, layer.update)
     tensors = {}
@@ -87,6 +90,8 @@ def quantize_layer(
         tensors |= compressed_tensors.encode(module, chosen.weight, activation)
         after = _sqnr_db(weight, chosen.weight, seen[module])
         records[module] = _record(assignment, chosen, seen[module], folded.get(module), before[module], after)
+        if module in poor:
+            records[module] = records[module].model_copy(update={"starved": True})
         layer.weight(module).copy_(chosen.weight.dequantize())
     return QuantizedLayer(tensors, {module: records[module] for module in assigned})
 

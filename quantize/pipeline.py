@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
+from qtool.calibrate.experts import routers
 from qtool.calibrate.layers import LayerRunner
 from qtool.calibrate.skeleton import HEAD, PREFIX
 from qtool.calibrate.windows import check_vocabulary, recipe_windows
@@ -82,7 +83,9 @@ def quantize_checkpoint(
 def _plan(recipe: Recipe, runner: LayerRunner) -> Plan:
     """What rules say, and all of it checked, that of ``auto`` too."""
     linears = in_features(runner)
-    _refuse_embeddings(recipe.quantization, runner)
+    _refuse_plain(recipe.quantization, runner)
+    if recipe.calibration.all_experts and not routers(runner.model):
+        raise UsageError("calibration.all_experts: the model has no experts; drop it")
     assigned = assign(recipe.quantization, linears)
     quantized = [*assigned, *candidates(recipe.quantization, linears)]
     outside = [module for module in quantized if module != HEAD and not module.startswith(f"{PREFIX}.")]
@@ -92,20 +95,26 @@ def _plan(recipe: Recipe, runner: LayerRunner) -> Plan:
             f"add {outside[0]!r} to quantization.keep"
         )
     kv_cache = recipe.quantization.kv_cache
-    return Plan(assigned, None if kv_cache is None else kv_cache.scheme)
+    return Plan(
+        assigned, None if kv_cache is None else kv_cache.scheme, all_experts=recipe.calibration.all_experts
+    )
 
 
-def _refuse_embeddings(quantization: Quantization, runner: LayerRunner) -> None:
-    """Say why, where a target means an embedding table alone: it is no linear, so none would match."""
+def _refuse_plain(quantization: Quantization, runner: LayerRunner) -> None:
+    """Say why, where a target means an embedding table or a router alone: neither is a linear, so none would
+    match."""
     tables = [name for name, part in runner.model.named_modules() if isinstance(part, nn.Embedding)]
+    table = f"since engines look tokens up in plain tables; {HEAD} can be quantized" + (
+        ", which then gets a matrix of its own" if runner.tied else ""
+    )
+    router = "since it is small, and errors in it send tokens to other experts; target linears of experts"
+    reasons = dict.fromkeys(tables, table) | dict.fromkeys(routers(runner.model), router)
     targets = [target for rule in quantization.rules for target in rule.targets]
     for target in targets + list(quantization.auto.targets if quantization.auto else ()):
-        table = next((name for name in tables if matches(target, name)), None)
-        if table is not None and not any(matches(target, name) for name in runner.linears()):
+        plain = next((name for name in reasons if matches(target, name)), None)
+        if plain is not None and not any(matches(target, name) for name in runner.linears()):
             raise UsageError(
-                f"quantization: target {target!r} is {table}, which stays in full precision, since "
-                f"engines look tokens up in plain tables; {HEAD} can be quantized"
-                + (", which then gets a matrix of its own" if runner.tied else "")
+                f"quantization: target {target!r} is {plain}, which stays in full precision, {reasons[plain]}"
             )
 
 
@@ -122,7 +131,8 @@ def _write_checkpoint(
     for index in range(len(runner) + len(parts) - 1):
         tensors += work.tensors(index)
     write_weights(folder, tensors, shard_bytes)
-    dense = [module for module in runner.linears() if module not in plan.assigned]
+    plain = [*runner.linears(), *routers(runner.model)]
+    dense = [module for module in plain if module not in plan.assigned]
     schemes = {module: one.computes_with for module, one in plan.assigned.items()}
     config = source.config | {"quantization_config": compressed_tensors.config(schemes, dense, plan.kv_cache)}
     if HEAD in schemes:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from qtool.calibrate.experts import expert_of
 from qtool.core.recipe import AwqGptq, Gptq, GptqOptions, Method, Quantization, matches
 from qtool.core.recipe_schemes import WeightFormat
 from qtool.core.schemes import ActivationScheme, IntScheme, KvCacheScheme, LinearScheme, WeightScheme
@@ -32,6 +33,8 @@ class Plan:
 
     assigned: dict[str, Assignment]
     kv_cache: KvCacheScheme | None
+    all_experts: bool = False
+    """Whether experts are calibrated on every token, not only on those that choose them."""
 
     @property
     def corrects(self) -> bool:
@@ -116,6 +119,11 @@ def _check_method(module: str, method: Method, scheme: WeightScheme) -> None:
         raise UsageError(
             f"quantization: method {method.name} chooses integers, and {module} is to be {scheme}; "
             "use awq, rtn or best"
+        )
+    if corrects(method) and expert_of(module) is not None:
+        raise UsageError(
+            f"quantization: method {method.name} is to correct, which one linear at the end of a "
+            f"layer does, and {module} is one of many; leave correct out there"
         )
 
 

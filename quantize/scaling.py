@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qtool.calibrate.statistics import InputStatistics
+from qtool.calibrate.statistics import InputStatistics, pooled
 from qtool.core.recipe import Awq, AwqGptq, Best, SmoothQuant
 from qtool.quantize.folding import absorbers, fold
 from qtool.quantize.methods.awq import search_scale
@@ -36,7 +36,8 @@ def fold_scales(
 ) -> dict[str, Folded]:
     """Fold scales wherever the layer can absorb them exactly; `statistics` follows, by full module name.
 
-    Readers of the same input that ask for no scales are compensated, not searched for.
+    Readers of the same input that ask for no scales are compensated, not searched for. Where a router is one,
+    scales are powers of two: its weights absorb them bit by bit, so that no token goes to another expert.
     """
     options = {module: one.method for module, one in assigned.items() if isinstance(one.method, Scaling)}
     folded: dict[str, Folded] = {}
@@ -49,10 +50,11 @@ def fold_scales(
             continue
         found = _scale(
             [layer.get_parameter(f"{module.removeprefix(prefix + '.')}.weight") for module in asking],
-            statistics[asking[0]],
+            [statistics[module] for module in asking],
             [assigned[module] for module in asking],
             options[asking[0]],
             dtypes[f"{asking[0]}.weight"],
+            powers_of_two=absorber.routes,
         )
         fold(layer, absorber, found.scale)
         for module in readers:
@@ -64,11 +66,15 @@ def fold_scales(
 
 def _scale(
     weights: list[Tensor],
-    seen: InputStatistics,
+    seen: list[InputStatistics],
     assigned: list[Assignment],
     method: Scaling,
     dtype: torch.dtype,
+    *,
+    powers_of_two: bool,
 ) -> ChannelScale:
     if isinstance(method, SmoothQuant):
-        return smoothing_scale(weights, seen, method.alpha)
-    return search_scale(weights, seen, [one.scheme for one in assigned], method.grid, dtype)
+        found = smoothing_scale(weights, pooled(seen), method.alpha)
+        return found.in_powers_of_two() if powers_of_two else found
+    schemes = [one.scheme for one in assigned]
+    return search_scale(weights, seen, schemes, method.grid, dtype, powers_of_two=powers_of_two)

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from qtool.calibrate.experts import showing_all
 from qtool.calibrate.kv import KvRanges, KvRounding
 from qtool.calibrate.layers import LayerRunner, checkpoint_weights
 from qtool.calibrate.replay import Replay
@@ -18,6 +19,7 @@ from qtool.core.formats.kv_cache import KvLayout
 from qtool.core.manifest import LinearRecord
 from qtool.errors import QtoolError, UsageError
 from qtool.quantize.correction import measure_error
+from qtool.quantize.experts import complete
 from qtool.quantize.head import quantize_head
 from qtool.quantize.layer import LoadedLayer, QuantizedLayer, quantize_layer
 from qtool.quantize.plan import Assignment, Plan
@@ -115,10 +117,13 @@ def _calibrate(
     """What the linears of the loaded layer see, and the tensors that hold the scales of its KV cache."""
     collector, ranges = Collector(), KvRanges() if plan.kv_cache is not None else None
     linears = runner.linears()
-    with collector.watching({module: linears[module] for module in chosen}):
+    with ExitStack() as watched:
+        watched.enter_context(collector.watching({module: linears[module] for module in chosen}))
+        if plan.all_experts:
+            watched.enter_context(showing_all(runner.model.model.layers[index]))
         for _ in runner.run(index, hidden if chosen or ranges else hidden[:0], ranges):
             pass
-    statistics = collector.statistics()
+    statistics = complete(collector.statistics(), {module: linears[module].in_features for module in chosen})
     unseen = next((module for module in chosen if module not in statistics), None)
     if unseen is not None:
         raise QtoolError(f"{unseen}: saw no token of the calibration text; calibrate on more, or other, text")

@@ -54,6 +54,7 @@ def quantize(
         typer.echo("interrupted; run the same command again to go on from the last finished layer", err=True)
         raise
     _warn(manifest)
+    _warn_of_experts(manifest, output)
     if as_json:
         typer.echo(manifest.model_dump_json(indent=2))
     else:
@@ -70,12 +71,36 @@ def _warn(manifest: "Manifest") -> None:
 
     linears = manifest.linears.values()
     if not transformers_loads({IntScheme(one.num_bits, one.group_size, one.symmetric) for one in linears}):
-        typer.secho("warning: ", fg="yellow", bold=True, nl=False, err=True)
-        typer.echo(
+        _warning(
             "transformers does not load zero points beside linears of another format; for a checkpoint that "
-            "it does load, give all linears one num_bits and group_size, or symmetric: true",
-            err=True,
+            "it does load, give all linears one num_bits and group_size, or symmetric: true"
         )
+
+
+def _warn_of_experts(manifest: "Manifest", output: Path) -> None:
+    """Name experts that calibration hardly reached, and say when other software does not load them."""
+    from qtool.calibrate.experts import expert_of
+    from qtool.core.checkpoint import Checkpoint
+    from qtool.core.formats.compressed_tensors import transformers_loads_experts
+
+    starved = {expert_of(name): one.tokens for name, one in manifest.linears.items() if one.starved}
+    if starved:
+        named = ", ".join(f"{expert} ({tokens})" for expert, tokens in starved.items())
+        _warning(
+            "these experts saw too few calibration tokens for their method and were rounded to nearest: "
+            f"{named}; calibrate on more text, or set calibration.all_experts: true"
+        )
+    experts = {one for name, one in Checkpoint(output).schemes().items() if expert_of(name)}
+    if not transformers_loads_experts(experts):
+        _warning(
+            "transformers does not load these experts as they are; for a checkpoint that it does load, give "
+            "all experts one format, symmetric integers or fp8, and leave activations out"
+        )
+
+
+def _warning(text: str) -> None:
+    typer.secho("warning: ", fg="yellow", bold=True, nl=False, err=True)
+    typer.echo(text, err=True)
 
 
 def _frontier(allocation: "Allocation") -> "Table":

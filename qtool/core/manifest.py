@@ -33,7 +33,9 @@ class LinearRecord(BaseModel):
     group_size: int | None
     symmetric: bool
     tokens: int
-    """Calibration tokens that the linear saw."""
+    """Calibration tokens that the linear saw. Of an expert that saw none, SQNRs are those of its weights."""
+    starved: bool = False
+    """These were too few for the recipe's method, so that the weights were just rounded to nearest."""
     dead_inputs: int
     """Inputs that were zero for all of them: their weights are rounded blindly."""
     sqnr_rtn_db: float

@@ -38,6 +38,9 @@ class Calibration(Frozen):
     seq_len: int = Field(512, ge=2, description="tokens in a window")
     seed: int = Field(0, ge=0, lt=2**63, description="chooses the windows")
     chat_template: bool = Field(False, description="render each record with the model's chat template")
+    all_experts: bool = Field(
+        False, description="let each expert of a mixture see every token, not only those that choose it"
+    )
 
 
 class _Method(Frozen):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtool.calibrate.statistics import InputStatistics
+from qtool.calibrate.statistics import InputStatistics, pooled
 from qtool.core.qtensor import Quantized
 from qtool.core.schemes import IntScheme, WeightScheme
 from qtool.quantize.methods.clip import search_clip
@@ -29,12 +29,16 @@ _COARSE = 4
 
 def search_scale(
     weights: Sequence[Tensor],
-    statistics: InputStatistics,
+    statistics: Sequence[InputStatistics],
     schemes: Sequence[WeightScheme],
     grid: int,
     dtype: torch.dtype,
+    *,
+    powers_of_two: bool = False,
 ) -> ChannelScale:
-    """The scale for all linears that share an input: weights [N_i, K], each with its scheme.
+    """The scale for all linears that share an input: weights [N_i, K], each with what it sees and its scheme.
+
+    Experts share an input, and each sees some of its tokens.
 
     Tries, for alpha on a grid over [0, 1), AWQ's ``mean|x|^alpha``, and ``x^alpha / w^(1 - alpha)`` with x
     and w the root mean squares of a channel's inputs and weights. The second loses less: noise adds up in
@@ -43,7 +47,8 @@ def search_scale(
     alpha 0 of the first is no scaling, so nothing is lost against rounding to nearest on the calibration
     inputs.
     """
-    mean, rms = floored(statistics.mean_abs), floored(statistics.second_moment.diagonal().sqrt())
+    together = pooled(statistics)
+    mean, rms = floored(together.mean_abs), floored(together.second_moment.diagonal().sqrt())
     rows = torch.cat(list(weights))
     families = (mean, torch.ones_like(mean)), (rms, floored(rows.square().mean(0).sqrt()))
 
@@ -51,16 +56,18 @@ def search_scale(
         alpha = step / grid
         inputs, columns = families[family]
         scale = inputs**alpha / columns ** (1 - alpha)
-        return ChannelScale(scale / (scale.max() * scale.min()).sqrt(), alpha)
+        found = ChannelScale(scale / (scale.max() * scale.min()).sqrt(), alpha)
+        return found.in_powers_of_two() if powers_of_two else found
 
     def error(found: ChannelScale) -> float:
         total = 0.0
-        for weight, scheme in zip(weights, schemes, strict=True):
+        for weight, seen, scheme in zip(weights, statistics, schemes, strict=True):
             stride = -(-len(weight) // _ROWS)
             rows = weight[::stride]
             scaled = rows * found.scale
             rounded = rtn(scaled, scheme, dtype).dequantize()
-            total += stride * statistics.output_power(rounded / found.scale - rows)
+            share = seen.tokens / together.tokens
+            total += stride * share * seen.output_power(rounded / found.scale - rows)
         return total
 
     coarse = [(step, family) for family in range(len(families)) for step in range(0, grid, _COARSE)]

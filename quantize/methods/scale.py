@@ -16,6 +16,10 @@ class ChannelScale:
     scale: Tensor
     alpha: float
 
+    def in_powers_of_two(self) -> "ChannelScale":
+        """The nearest powers of two, by which floats of any width are multiplied exactly."""
+        return ChannelScale(self.scale.log2().round().exp2(), self.alpha)
+
 
 def floored(magnitude: Tensor) -> Tensor:
     """Magnitudes [K] to make scales of: none zero, and all one where all are."""

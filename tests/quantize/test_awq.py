@@ -29,7 +29,7 @@ def rtn_error(weight: Tensor, seen: InputStatistics, scale: Tensor) -> float:
 def test_loud_channels_get_larger_scales_and_the_output_error_falls() -> None:
     seen = statistics_of(outlying_inputs())
     weights = [torch.randn(40, 96), torch.randn(24, 96)]
-    found = search_scale(weights, seen, [SCHEME, SCHEME], 20, torch.float16)
+    found = search_scale(weights, [seen, seen], [SCHEME, SCHEME], 20, torch.float16)
     assert found.alpha > 0
     assert float(found.scale[::7].min()) > float(found.scale[1::7].max())
     before, after = (sum(rtn_error(w, seen, s) for w in weights) for s in (torch.ones(96), found.scale))
@@ -39,14 +39,14 @@ def test_loud_channels_get_larger_scales_and_the_output_error_falls() -> None:
 def test_a_channel_that_sees_nothing_keeps_a_positive_finite_scale() -> None:
     x = outlying_inputs()
     x[:, 5] = 0
-    found = search_scale([torch.randn(8, 96)], statistics_of(x), [SCHEME], 20, torch.float16)
+    found = search_scale([torch.randn(8, 96)], [statistics_of(x)], [SCHEME], 20, torch.float16)
     assert bool((found.scale > 0).all())
     assert bool(found.scale.isfinite().all())
 
 
 def test_inputs_of_zero_leave_the_weight_unscaled_and_quantizable() -> None:
     seen, weight = statistics_of(torch.zeros(10, 96)), torch.randn(8, 96)
-    found = search_scale([weight], seen, [SCHEME], 20, torch.float16)
+    found = search_scale([weight], [seen], [SCHEME], 20, torch.float16)
     assert torch.equal(found.scale, torch.ones(96))
     quantized, _ = awq(weight, seen, SCHEME, torch.float16)
     assert bool(quantized.dequantize().isfinite().all())

@@ -23,7 +23,7 @@ from qtool.core.formats.kv_cache import KvLayout
 from qtool.core.formats.layouts import layout_of, load, parts_of, shape_of, store
 from qtool.core.formats.parts import Parts
 from qtool.core.qtensor import KvScales, Linear, Quantized
-from qtool.core.schemes import Fp4Scheme, IntScheme, KvCacheScheme, LinearScheme
+from qtool.core.schemes import Fp4Scheme, Fp8Scheme, IntScheme, KvCacheScheme, LinearScheme, WeightScheme
 from qtool.errors import QtoolError, UsageError
 
 if TYPE_CHECKING:
@@ -168,3 +168,21 @@ def transformers_loads(schemes: Collection[IntScheme]) -> bool:
     unpacks, and then it takes the first group's scheme for every linear.
     """
     return len(set(schemes)) == 1 or all(scheme.symmetric for scheme in schemes)
+
+
+def transformers_loads_experts(schemes: Collection[LinearScheme]) -> bool:
+    """Whether transformers (as of 5.24) makes of quantized experts what they are.
+
+    It unpacks them into one tensor by one scheme: symmetric integers, and fp8 with a scale a channel or a
+    tensor, whose inputs it leaves as they are. Of others it makes an error or, of nvfp4, wrong numbers.
+    """
+    if len(set(schemes)) > 1:
+        return False
+    weights, activations = {one.weight for one in schemes}, {one.activation for one in schemes}
+    return activations <= {None} and all(
+        weight.symmetric if isinstance(weight, IntScheme) else _by_channel(weight) for weight in weights
+    )
+
+
+def _by_channel(weight: WeightScheme) -> bool:
+    return isinstance(weight, Fp8Scheme) and weight.columns is None
