@@ -8,6 +8,7 @@ from qtool.compile.heads.head import TOKENS, Head
 from qtool.compile.hidden import FINAL, HiddenStates
 from qtool.core.lazy import load
 from qtool.core.manifest import versions
+from qtool.core.recipe import OpenVinoOptions
 
 LOWERED = {"openvino": "qtool.compile.heads.openvino:write_draft"}
 """Targets that EAGLE's layer is lowered to; beside engines of others it runs in torch."""
@@ -20,8 +21,9 @@ def write_head(
 ) -> None:
     """Write a head for an engine of `target` into `folder`, as a graph where the target has a lowering.
 
-    Medusa's heads stay as they are: numpy runs them. `kv_bytes` is what a head's key and value take in the
-    target's exact pool.
+    Medusa's heads stay as they are: numpy runs them. A graph rounds the inputs of its linears to int8,
+    whatever its target does: what that changes in a draft may cost time, never a wrong token. `kv_bytes` is
+    what a head's key and value take in the target's exact pool.
     """
     if head.config.kind == "medusa" or target not in LOWERED:
         head.save(folder)
@@ -37,6 +39,7 @@ def write_head(
         max_context=layer.max_context,
         block_size=block_size,
         kv_cache="f32",
+        openvino=OpenVinoOptions(dynamic_quantization=32),
         num_layers=1,
         num_kv_heads=layer.num_kv_heads,
         head_dim=layer.head_dim,

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from qtool.compile.backends.reference import Tokens
 from qtool.compile.build import compile_engine
+from qtool.compile.engine import read_spec
 from qtool.compile.heads.config import HeadKind
 from qtool.compile.heads.eagle import draft
 from qtool.compile.heads.head import TOKENS, Head, read_head
@@ -93,7 +94,7 @@ def test_what_is_trained_is_what_is_drafted(kind: HeadKind, tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_the_compiled_layer_is_the_torch_one_with_weights_in_8_bits(
+def test_the_compiled_layer_is_the_torch_one_with_weights_and_inputs_in_8_bits(
     kind: HeadKind, tiny: Path, tmp_path: Path
 ) -> None:
     head = seeded_head(tiny, kind)
@@ -108,10 +109,10 @@ def test_the_compiled_layer_is_the_torch_one_with_weights_in_8_bits(
     head_folder.mkdir()
     head.save(head_folder)
     compile_engine(tiny, "openvino", engine, draft=head_folder)
-    layers = (
-        OpenVinoLayer(engine / "draft", num_tokens=96),
-        TorchLayer(Head(head.config, tensors), num_tokens=96),
-    )
+    as_compiled = OpenVinoLayer(engine / "draft", num_tokens=96)
+    read_spec(engine / "draft").model_copy(update={"openvino": None}).save(engine / "draft")
+    unrounded = OpenVinoLayer(engine / "draft", num_tokens=96)
+    exactly = TorchLayer(Head(head.config, tensors), num_tokens=96)
     features = np.random.default_rng(1).normal(size=(20, 96)).astype(np.float32)
     mask = np.tri(4, dtype=np.bool_)
     mask[2, 1] = mask[3, 2] = False
@@ -120,9 +121,12 @@ def test_the_compiled_layer_is_the_torch_one_with_weights_in_8_bits(
         (step_of(TOKENS_A[14:15], [14], 14), features[14:15]),
         (step_of(TOKENS_A[15:19], [15, 16, 16, 17], 15, [mask]), features[15:19]),
     ):
-        compiled, exact = (layer.run(step, part) for layer in layers)
-        assert np.abs(compiled.logits - exact.logits).max() < 1e-3 * np.abs(exact.logits).max()
-        assert np.abs(compiled.hidden - exact.hidden).max() < 1e-3 * np.abs(exact.hidden).max()
+        exact = exactly.run(step, part)
+        # inputs rounded to 8 bits are off by a 254th of the largest beside them, in each of the linears
+        for layer, share in ((unrounded, 1e-3), (as_compiled, 0.05)):
+            compiled = layer.run(step, part)
+            assert np.abs(compiled.logits - exact.logits).max() < share * np.abs(exact.logits).max()
+            assert np.abs(compiled.hidden - exact.hidden).max() < share * np.abs(exact.hidden).max()
 
 
 def serve(engine: Engine, drafter: Drafter | None, params: SamplingParams, **limits: int) -> list[list[int]]:
