@@ -34,6 +34,8 @@ class Draft:
     out. Siblings have the same one. None for a deterministic draft."""
     kind: int = 0
     """Statistics of acceptance are kept apart by it: for a drafter that knows which drafts are better."""
+    num_considered: int = 0
+    """Tokens that were drafted, those that are left out for being unlikely included."""
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -27,28 +27,37 @@ _KEPT = 0.995
 class Acceptance:
     """How often the token at each place of a draft is accepted; drafts count less with every one after.
 
-    In a chain the rate falls from place to place: a token is accepted only if those before it are.
+    In a chain the rate falls from place to place: a token is accepted only if those before it are. A token
+    that was asked for and left out, being unlikely, counts as refused: it brought nothing, and the next one
+    that is asked for may be left out too.
     """
 
     def __init__(self, memory: int, guess: float = CAUTIOUS) -> None:
         """`memory` is how many drafts count, more or less; `guess` is the first place's rate before any."""
         self._keep = 1 - 1 / memory
         self._guess = guess
-        self._proposed: list[float] = []
+        self._asked: list[float] = []
+        self._made: list[float] = []
         self._accepted: list[float] = []
 
-    def update(self, num_tokens: int, accepted: Sequence[int]) -> None:
-        """Take in a draft of so many tokens, and the places of those that were accepted."""
-        for place in range(num_tokens):
-            self.note(place, place in accepted)
+    def update(self, num_tokens: int, accepted: Sequence[int], num_asked: int = 0) -> None:
+        """Take in a draft of so many tokens, of `num_asked` if those are more, and the places of those that
+        were accepted."""
+        for place in range(max(num_tokens, num_asked)):
+            self.note(place, place in accepted, made=place < num_tokens)
 
-    def note(self, place: int, accepted: bool) -> None:
-        """Take in what became of one token of a draft."""
-        while len(self._proposed) <= place:
-            self._proposed.append(0.0)
-            self._accepted.append(0.0)
-        self._proposed[place] = self._proposed[place] * self._keep + 1
-        self._accepted[place] = self._accepted[place] * self._keep + accepted
+    def note(self, place: int, accepted: bool, *, made: bool = True) -> None:
+        """Take in what became of one token that was asked for."""
+        while len(self._asked) <= place:
+            for counts in (self._asked, self._made, self._accepted):
+                counts.append(0.0)
+        for counts, seen in ((self._asked, True), (self._made, made), (self._accepted, accepted)):
+            counts[place] = counts[place] * self._keep + seen
+
+    def num_made(self, count: int) -> float:
+        """Of `count` tokens asked for, how many are made: all, as far as is known."""
+        known = list(zip(self._made[:count], self._asked[:count], strict=True))
+        return sum((made + 1) / (asked + 1) for made, asked in known) + count - len(known)
 
     def rates(self, count: int, expected: Sequence[float] | None = None) -> list[float]:
         """The rates at the first `count` places, none above the one before it.
@@ -60,9 +69,9 @@ class Acceptance:
         last, factor = 1.0, self._guess
         for place in range(count):
             guess = last * factor if expected is None else expected[place]
-            proposed = self._proposed[place] if place < len(self._proposed) else 0.0
+            asked = self._asked[place] if place < len(self._asked) else 0.0
             accepted = self._accepted[place] if place < len(self._accepted) else 0.0
-            last = min(last, (accepted + _GUESS_WEIGHT * guess) / (proposed + _GUESS_WEIGHT))
+            last = min(last, (accepted + _GUESS_WEIGHT * guess) / (asked + _GUESS_WEIGHT))
             if place == 0:
                 factor = last
             rates.append(last)

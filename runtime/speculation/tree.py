@@ -10,8 +10,10 @@ from qtool.runtime.speculation.choosing import Chooser
 from qtool.runtime.speculation.constrained import Walk
 from qtool.runtime.speculation.contract import ROOT, Draft, DraftRequest
 
-_LEAST = math.log(0.2)
+_LEAST = math.log(0.06)
 """Of a deterministic draft's probability up to a token: below, verifying it costs more than it brings."""
+_LEAST_GROWING = math.log(0.25)
+"""The same for drafting what follows it, which costs a run of the head beside."""
 _MOST_DEPTH = 6
 
 
@@ -47,7 +49,7 @@ class Tree:
 
     def __init__(self, request: DraftRequest, chooser: Chooser, width: int, *, whole: bool = False) -> None:
         """`whole` takes tokens however unlikely their paths are."""
-        self._least = -math.inf if whole else _LEAST
+        self._least, self._least_growing = (-math.inf, -math.inf) if whole else (_LEAST, _LEAST_GROWING)
         constrained = request.sequence.constraint is not None
         self._request, self._chooser = request, chooser
         self._width = 1 if constrained or not request.deterministic else width
@@ -64,7 +66,7 @@ class Tree:
     @property
     def grows(self) -> bool:
         """Whether another depth is wanted."""
-        if not self._frontier:
+        if not self._frontier or self._nodes[self._frontier[0]].logprob < self._least_growing:
             return False
         most = self._request.num_tokens if self._width == 1 else min(self._request.num_tokens, _MOST_DEPTH)
         return self._nodes[self._frontier[0]].depth < most
@@ -93,15 +95,17 @@ class Tree:
 
     def draft(self) -> Draft:
         """As many of the nodes as were asked for, those with the likeliest paths."""
+        considered = self._request.num_tokens
         if not self._request.deterministic:
             return Draft([node.token for node in self._nodes], probs=self._probs)
         if self._width == 1:
-            return Draft([node.token for node in self._nodes])
+            return Draft([node.token for node in self._nodes], num_considered=considered)
         order = sorted(range(len(self._nodes)), key=lambda place: -self._nodes[place].logprob)
         kept = sorted(order[: self._request.num_tokens])  # a node's parent is likelier: it is kept too
         places = {place: index for index, place in enumerate(kept)} | {ROOT: ROOT}
         nodes = [self._nodes[place] for place in kept]
-        return Draft([node.token for node in nodes], [places[node.parent] for node in nodes])
+        parents = [places[node.parent] for node in nodes]
+        return Draft([node.token for node in nodes], parents, num_considered=considered)
 
     def _add(self, parents: list[int], logits: Floats, features: Floats) -> None:
         found: list[Node] = []

@@ -142,6 +142,38 @@ def test_a_drafter_that_costs_is_asked_where_it_pays_and_else_rarely(ms: float, 
         assert 0 < sum(drafted) * ms < 0.01 * 1000 * engine.now
 
 
+def test_drafts_that_are_left_out_for_being_unlikely_are_counted_as_asked_for() -> None:
+    engine = TickingEngine(num_blocks=200, max_context=1000)
+    asked = 0
+
+    def guess(generator: np.random.Generator, request: DraftRequest) -> Draft:
+        nonlocal asked
+        asked += 1
+        if generator.random() > 0.25:
+            return Draft((), num_considered=request.num_tokens)
+        return Draft(greedy(engine, list(request.sequence.tokens), request.num_tokens))
+
+    # a quarter of the drafts is six tokens, all right: 2.5 tokens in 30.5 ms, and without one in 10
+    flat = Steady([(StepLoad(1, 0, 1), 10.0), (StepLoad(32, 0, 1), 10.5)])
+    using = Speculator([ScriptedDrafter(guess, ms=20.0)], flat, 320, clock=engine.clock)
+    params = SamplingParams(max_tokens=450, temperature=0)
+    found, _ = run(engine, [([5, 6, 7], params)], using, SchedulerConfig(4, 64))
+    assert [output.token for output in found[0]] == greedy(engine, [5, 6, 7], 450)
+    assert asked < 40
+
+
+def test_rows_are_expected_for_the_drafts_that_are_made() -> None:
+    found = Acceptance(50)
+    assert found.num_made(3) == 3
+    for _ in range(100):
+        found.update(1, [0], 3)
+        found.update(0, [], 3)
+    first, second, _ = found.rates(3)
+    assert first == pytest.approx(0.5, abs=0.02)
+    assert second < 0.02
+    assert found.num_made(3) == pytest.approx(0.5, abs=0.1)
+
+
 class Dear(ScriptedDrafter):
     """Drafts that are always wrong, are said to be free, and take as long to find as the step itself."""
 

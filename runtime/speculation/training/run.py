@@ -13,9 +13,10 @@ from qtool.compile.config import DecoderConfig, read_config
 from qtool.compile.heads.target import weight_digests
 from qtool.compile.hidden import FINAL, HiddenStates
 from qtool.compile.weights import CheckpointWeights
-from qtool.core.checkpoint import Checkpoint, read_json
+from qtool.core.checkpoint import Checkpoint
 from qtool.core.files import new_folder, refuse_existing, write_text
 from qtool.core.manifest import versions
+from qtool.core.records import read_json
 from qtool.errors import UsageError
 from qtool.runtime.engines.contract import Engine
 from qtool.runtime.speculation.training.batches import Batches

@@ -1,0 +1,224 @@
+"""Which drafter drafts how many tokens for each sequence of a step: what should give most tokens a second."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from qtool.runtime.request import SequenceState
+from qtool.runtime.speculation.constrained import allowed_length
+from qtool.runtime.speculation.contract import Draft, Drafter, DraftRequest
+from qtool.runtime.speculation.decide import CAUTIOUS, HOPEFUL, MARGIN, Allotment, StepTimes, allot
+from qtool.runtime.speculation.records import Records
+from qtool.runtime.steptime import StepLoad
+
+_PROBING = 0.01
+"""Share of the time that may go into drafting where it should not pay, to see whether it does by now."""
+_PROBED_TOKENS = 2
+_PLAIN_EVERY = 64
+"""Of steps with drafts, how often one has none, so that their time stays known."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A draft that a sequence may get: one in hand, or one that has yet to be made."""
+
+    drafter: Drafter
+    draft: Draft | None
+    rates: list[float]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The sequences of a step that may have a draft."""
+
+    sequences: Sequence[SequenceState]
+    limits: Sequence[int]
+    """Tokens of each one's draft, at most."""
+    load: StepLoad
+    """The step's, without drafts."""
+    rows_left: int
+    """That it may have beside."""
+
+
+@dataclass(frozen=True)
+class Pick:
+    """What was decided for each sequence."""
+
+    options: list[Option | None]
+    allotment: Allotment
+    is_probe: bool = False
+    """Whether a drafter is tried that should not pay."""
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens of each draft."""
+        return self.allotment.counts
+
+
+class Picker:
+    """Drafters that cost nothing have proposed already; of the others one is asked instead, where that
+    promises more, and now and then to see whether it would."""
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        times: StepTimes | None,
+        records: Records,
+        vocab_size: int,
+        num_tokens: int | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._drafters, self._times, self._records = drafters, times, records
+        self._vocab_size, self._num_tokens, self._clock = vocab_size, num_tokens, clock
+        self._last_probe = clock()
+        self._probe_ms = 0.0
+        """What the last one took, with all that the drafter had to take in first."""
+        self._num_drafted = 0
+        """Steps with drafts since one had none."""
+
+    def free_options(self, step: Candidates) -> list[Option | None]:
+        """The best proposal for each sequence among those that cost nothing."""
+        best: list[Option | None] = [None] * len(step.sequences)
+        for drafter in self._free(step):
+            for place, draft in enumerate(drafter.propose(_requests(drafter, step))):
+                draft = self._followable(draft, step.sequences[place])
+                if not draft:
+                    continue
+                key = drafter.name, draft.kind
+                rates = self._records.rates(key, CAUTIOUS, step.sequences[place], len(draft))
+                best[place] = _better(best[place], Option(drafter, draft, rates))
+        return best
+
+    def pick(self, step: Candidates, free: list[Option | None]) -> Pick | None:
+        """Decide, given the `free_options`; None where there is nothing to decide."""
+        costly = [drafter for drafter in self._drafters if drafter not in self._free(step)]
+        if not costly and not any(free):
+            return None
+        pick = Pick(free, self._allot(step, free))
+        for drafter in costly:
+            pick = self._consider(drafter, pick, step)
+        if self._num_tokens is None and not self._may_draft(any(pick.counts)):
+            none = Allotment([0] * len(free), pick.allotment.tokens_per_ms)
+            return replace(pick, allotment=none, is_probe=False)
+        return pick
+
+    def note_probe(self, ms: float) -> None:
+        """The drafts of a step that was a probe took so long."""
+        self._probe_ms += ms
+
+    def _free(self, step: Candidates) -> list[Drafter]:
+        return [d for d in self._drafters if d.expected_ms(_requests(d, step)) == 0]
+
+    def _may_draft(self, wanted: bool) -> bool:
+        """Whether a step gets the drafts that are wanted: now and then none, so that both can be compared."""
+        self._num_drafted = self._num_drafted + 1 if wanted else 0
+        if self._num_drafted <= _PLAIN_EVERY:
+            return wanted
+        self._num_drafted = 0
+        return False
+
+    def _followable(self, draft: Draft, sequence: SequenceState) -> Draft:
+        """The draft without what the sequence's constraint forbids: a deterministic chain may be cut."""
+        if sequence.constraint is None or draft.probs is not None or draft.parents is not None:
+            return draft
+        return draft.shortened(allowed_length(sequence.constraint, draft.tokens, self._vocab_size))
+
+    def _allot(self, step: Candidates, options: Sequence[Option | None]) -> Allotment:
+        rates: list[list[float]] = [[] if option is None else option.rates for option in options]
+        if self._num_tokens is not None or self._times is None:
+            return Allotment([len(own) for own in rates], float(sum(map(sum, rates))))
+        if not any(rates):
+            speed = step.load.sequences / self._times.step_ms(step.load.tokens, step.load.context)
+            return Allotment([0] * len(options), speed)
+        pasts = [sequence.num_computed for sequence in step.sequences]
+        return allot(self._times, step.load, rates, pasts, step.rows_left)
+
+    def _consider(self, drafter: Drafter, pick: Pick, step: Candidates) -> Pick:
+        """Ask a drafter that costs something instead, for the sequences that it should bring more, where that
+        promises more tokens a second."""
+        depth = min(drafter.max_tokens, max(step.limits))
+        rates = [
+            self._records.rates((drafter.name, 0), HOPEFUL, sequence, min(depth, limit))
+            for sequence, limit in zip(step.sequences, step.limits, strict=True)
+        ]
+        gained = [
+            0.0 if option is None else sum(option.rates[:count])
+            for option, count in zip(pick.options, pick.counts, strict=True)
+        ]
+        least = pick.allotment.tokens_per_ms * (1.0 if any(pick.counts) else MARGIN)
+        best = 0
+        for tokens in range(1, depth + 1):
+            found = self._speed(drafter, tokens, rates, gained, pick.counts, step)
+            if found > least:
+                best, least = tokens, found
+        if self._num_tokens is not None:
+            best = depth
+        if best:
+            asked = [sum(own[:best]) > other for own, other in zip(rates, gained, strict=True)]
+            options: list[Option | None] = [
+                Option(drafter, None, own) if wanted else option
+                for option, own, wanted in zip(pick.options, rates, asked, strict=True)
+            ]
+            counts = [
+                min(best, len(own)) if wanted else count
+                for count, own, wanted in zip(pick.counts, rates, asked, strict=True)
+            ]
+            return Pick(options, Allotment(counts, least))
+        if any(pick.counts) or self._num_tokens is not None:
+            return pick
+        return self._probe(drafter, pick, step)
+
+    def _speed(
+        self,
+        drafter: Drafter,
+        tokens: int,
+        rates: Sequence[Sequence[float]],
+        gained: Sequence[float],
+        counts: Sequence[int],
+        step: Candidates,
+    ) -> float:
+        """Tokens a millisecond with drafts of so many tokens for the sequences that gain more by them than
+        they do already; 0 where a step can't take them, or none gains."""
+        most, rows, context, expected = 0, 0.0, 0.0, float(step.load.sequences)
+        asked = []
+        for own, other, count, sequence in zip(rates, gained, counts, step.sequences, strict=True):
+            gain = sum(own[:tokens])
+            if gain > other:
+                number = min(tokens, len(own))
+                made = self._records.num_made((drafter.name, 0), number)
+                asked.append(DraftRequest(sequence, number))
+            else:
+                number, made, gain = count, float(count), other
+            most += number
+            rows += made
+            context += made * sequence.num_computed
+            expected += gain
+        if not asked or most > step.rows_left or self._times is None:
+            return 0.0
+        ms = self._times.step_ms(step.load.tokens + rows, step.load.context + context) + self._times.extra_ms
+        return expected / (ms + drafter.expected_ms(asked))
+
+    def _probe(self, drafter: Drafter, pick: Pick, step: Candidates) -> Pick:
+        """Once in a while, try a drafter that should not pay, on the sequence that arrived last."""
+        assert self._times is not None
+        tokens = min(_PROBED_TOKENS, step.limits[-1], drafter.max_tokens)
+        before = self._times.step_ms(step.load.tokens, step.load.context)
+        after = self._times.step_ms(step.load.tokens + tokens, step.load.context)
+        cost = drafter.expected_ms([DraftRequest(step.sequences[-1], tokens)]) + after - before
+        now = self._clock()
+        if max(cost, self._probe_ms) > _PROBING * 1000 * (now - self._last_probe):
+            return pick
+        self._last_probe, self._probe_ms = now, after - before
+        probed = [*pick.options[:-1], Option(drafter, None, [1.0] * tokens)]
+        counts = [*pick.counts[:-1], tokens]
+        return Pick(probed, Allotment(counts, pick.allotment.tokens_per_ms), is_probe=True)
+
+
+def _requests(drafter: Drafter, step: Candidates) -> list[DraftRequest]:
+    return [
+        DraftRequest(sequence, min(limit, drafter.max_tokens))
+        for sequence, limit in zip(step.sequences, step.limits, strict=True)
+    ]
+
+
+def _better(left: Option | None, right: Option) -> Option:
+    return right if left is None or sum(right.rates) > sum(left.rates) else left
