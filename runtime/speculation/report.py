@@ -170,16 +170,17 @@ def _drafter_report(
     num_tokens = sum(length.drafted for length in fixed.lengths)
     drafting_ms = 1000 * fixed.drafting_seconds / max(num_tokens, 1)
     rates, share = fixed.rates(), fixed.draft_share
+    num_drafts = max(sum(length.drafted > 0 for length in fixed.lengths), 1)
     settings = []
     for length in (length for length in _LENGTHS if length <= longest):
-        gained = sum(rates[:length])
+        rows, gained = (sum(counts[:length]) / num_drafts for counts in (fixed.drafted, fixed.accepted))
         settings.append(
             Setting(
                 length,
                 1 + gained,
                 1 + share * gained,
                 {
-                    batch: _expected(times, batch, share * length, share * gained, drafting_ms * length)
+                    batch: _expected(times, batch, share * rows, share * gained, share * rows * drafting_ms)
                     for batch in measured
                 },
             )

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
 from qtool.errors import UsageError
 from qtool.runtime.request import SamplingParams
-from qtool.runtime.speculation.contract import Drafter
+from qtool.runtime.speculation.contract import Draft, Drafter, DraftRequest
 from qtool.runtime.speculation.decide import StepTimes
 from qtool.runtime.speculation.ngram import NgramDrafter
 from qtool.runtime.speculation.report import DrafterReport, make_report, num_runs, read_prompts, recommend
@@ -140,6 +141,23 @@ def test_a_report_finds_what_pays_and_what_does_not() -> None:
     assert max(wrong.rates) < 0.2
     # By the curve alone all rows cost the same, so tokens a step are what is gained.
     assert ngram.settings[-1].expected[1] == pytest.approx(ngram.settings[-1].tokens_per_step, rel=0.1)
+
+
+def test_a_report_expects_of_short_drafts_no_more_than_they_have() -> None:
+    engine = LoopingEngine(num_blocks=200, max_context=1000)
+    right = knowing(lambda text, n: greedy(engine, list(text), n), 320, 1.0)
+
+    def guess(generator: np.random.Generator, request: DraftRequest) -> Draft:
+        return right(generator, request).shortened(1 if generator.random() < 0.75 else request.num_tokens)
+
+    params = SamplingParams(max_tokens=200, temperature=0)
+    drafters: dict[str, list[Drafter]] = {"short": [ScriptedDrafter(guess)]}
+    report = make_report(engine, StepTimes(FLAT), drafters, [[5, 6, 7]], params, [1], lambda: None)
+    (short,) = report.drafters
+    assert min(short.rates) == 1
+    longest = short.settings[-1]
+    assert longest.acceptance_length == pytest.approx(2 + 0.25 * (longest.num_tokens - 1), abs=0.6)
+    assert longest.expected[1] == pytest.approx(longest.tokens_per_step, rel=0.1)
 
 
 def test_the_fastest_by_all_batch_sizes_is_recommended_or_none() -> None:
