@@ -144,12 +144,23 @@ def test_too_little_text_is_said(tiny: Path, tmp_path: Path, course: Callable[..
         run(tiny, replace(course("eagle"), data=str(tmp_path / "short.txt")), tmp_path / "heads")
 
 
-def test_only_what_is_learned_is_changed(tiny: Path, tmp_path: Path, course: Callable[..., Course]) -> None:
-    run(tiny, course("eagle", 0.2), tmp_path / "heads")
-    tensors = load_file(tmp_path / "heads" / "head.safetensors")
+def test_eagle_learns_its_output_matrix_and_no_embeddings_and_medusa_neither(
+    tiny: Path, tmp_path: Path, course: Callable[..., Course]
+) -> None:
     table = load_file(tiny / "model.safetensors")["model.embed_tokens.weight"]
-    chosen = tensors["draft_tokens"].long()
-    assert np.array_equal(tensors["lm_head.weight"].numpy(), table[chosen].half().numpy())
+    tensors = {}
+    for name, kind, epochs in (("short", "eagle", 0.2), ("long", "eagle", 1), ("medusa", "medusa", 0.2)):
+        run(tiny, course(kind, epochs), tmp_path / name)
+        tensors[name] = load_file(tmp_path / name / "head.safetensors")
+    assert torch.equal(tensors["short"]["embed_tokens.weight"], tensors["long"]["embed_tokens.weight"])
+    outputs = {
+        name: (found["lm_head.weight"], table[found["draft_tokens"].long()].half())
+        for name, found in tensors.items()
+    }
+    assert not torch.equal(*outputs["short"])
+    assert torch.allclose(*outputs["short"], atol=0.05)  # a few steps from where it began
+    assert not torch.equal(outputs["short"][0], outputs["long"][0])
+    assert torch.equal(*outputs["medusa"])
 
 
 def test_prompts_are_neither_learned_nor_counted(tiny: Path) -> None:

@@ -16,7 +16,7 @@ from qtool.core.qtensor import Linear
 
 _DECAY = 0.8
 """What a draft counts beside the one before it, which has to be accepted first."""
-_FEATURE_WEIGHT = 0.5
+_FEATURE_WEIGHT = 0.2
 """Of EAGLE-1's regression of features, beside the cross entropy (the paper weighs them 10 to 1 with a loss a
 feature; here both are means)."""
 
@@ -42,7 +42,8 @@ class Batch:
 
 
 class Network(nn.Module):
-    """A head under training. Embeddings and output matrix are the target's and stay as they are."""
+    """A head under training. Embeddings stay as they are; so does Medusa's output matrix, which its heads
+    share, and EAGLE's begins as the target's."""
 
     def __init__(
         self, config: HeadConfig, tensors: Mapping[str, Tensor], target_output: Tensor, device: torch.device
@@ -52,14 +53,15 @@ class Network(nn.Module):
         tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         target_output = target_output.to(device)
         self.config = config
-        frozen = {EMBED, LM_HEAD, TOKENS}
+        frozen = {EMBED, TOKENS, LM_HEAD} if config.kind == "medusa" else {EMBED, TOKENS}
         self._learned = {
             name: nn.Parameter(tensor.float()) for name, tensor in tensors.items() if name not in frozen
         }
         for name, parameter in self._learned.items():
             self.register_parameter(name.replace(".", "/"), parameter)
         self._fixed = {name: tensors[name] for name in frozen & tensors.keys()}
-        self._fixed[LM_HEAD] = self._fixed[LM_HEAD].float()
+        if LM_HEAD in self._fixed:
+            self._fixed[LM_HEAD] = self._fixed[LM_HEAD].float()
         self._target_output = target_output
         self._own_output = target_output[tensors[TOKENS].long()]
 

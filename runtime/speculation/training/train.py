@@ -20,9 +20,10 @@ _WARM_UP = 30
 """Steps in which the learning rate rises."""
 _LAST_SHARE = 0.1
 """Of the learning rate, at the end."""
-_RATES: dict[HeadKind, float] = {"medusa": 1e-3, "eagle": 2e-4, "eagle3": 1e-3}
-_FITTED_SHARE = 0.15
-"""Of the learning rate, for EAGLE-1's `fc`, which starts from the best linear fit."""
+_RATES: dict[HeadKind, float] = {"medusa": 1e-3, "eagle": 3e-4, "eagle3": 1e-3}
+_FITTED_SHARE = 0.3
+"""Of the learning rate, for what starts from something good: the target's output matrix, and in EAGLE-1's `fc`
+the best linear fit."""
 _KEPT = 0.97
 """Of the mean loss, at each step."""
 _CLIP = 0.5
@@ -126,7 +127,8 @@ def _groups(network: Network, options: TrainOptions) -> list[dict[str, object]]:
     """Parameters by learning rate."""
     kind = network.config.kind
     rate = _RATES[kind] if options.learning_rate is None else options.learning_rate
-    fitted = [value for name, value in network.named_parameters() if kind == "eagle" and name[:3] == "fc/"]
+    begun = ("lm_head/", "fc/") if kind == "eagle" else ("lm_head/",)
+    fitted = [value for name, value in network.named_parameters() if name.startswith(begun)]
     chosen = set(map(id, fitted))
     free = [value for value in network.parameters() if id(value) not in chosen]
     groups: list[dict[str, object]] = [{"params": free, "lr": rate}]
