@@ -22,8 +22,8 @@ _LAST_SHARE = 0.1
 """Of the learning rate, at the end."""
 _RATES: dict[HeadKind, float] = {"medusa": 1e-3, "eagle": 3e-4, "eagle3": 1e-3}
 _FITTED_SHARE = 0.3
-"""Of the learning rate, for what starts from something good: the target's output matrix, and in EAGLE-1's `fc`
-the best linear fit."""
+"""Of the learning rate, for what starts from something good: the target's output matrix, and in EAGLE-1's
+`fc` the best linear fit."""
 _KEPT = 0.97
 """Of the mean loss, at each step."""
 _CLIP = 0.5
