@@ -18,7 +18,7 @@ from qtool.errors import UsageError
 from qtool.quantize.allocation import Frontier, Option, frontier
 from qtool.quantize.changes import WeightPart
 from qtool.quantize.fisher import hidden_states
-from qtool.quantize.fused import fused_with
+from qtool.quantize.fused import of_one_format
 from qtool.quantize.methods.rtn import rtn
 from qtool.quantize.plan import Assignment, Plan, candidates
 from qtool.quantize.progress import Report
@@ -77,10 +77,10 @@ def allocate(
 ) -> Allocation:
     """The format of each linear, by the KL that rounding it alone to each of its candidates would cost.
 
-    Linears that engines fuse get the same. KLs of several are taken to add up. Raises UsageError for a budget
-    that no choice keeps: before any work where it is one of bytes.
+    Linears that engines fuse get the same, and so do all the experts of a layer. KLs of several are taken to
+    add up. Raises UsageError for a budget that no choice keeps: before any work where it is one of bytes.
     """
-    groups = list(dict.fromkeys(fused_with(module, choices) for module in choices))
+    groups = list(dict.fromkeys(of_one_format(module, choices) for module in choices))
     weights = {module: runner.linears()[module].weight.shape for module in choices}
     dtypes = {module: _stored_dtype(runner, module) for module in choices}
     sizes = [

@@ -85,7 +85,8 @@ def estimate(
     """KL in nats a token for rounding each of `parts` alone, from one pass forth and back.
 
     For linears the change of their outputs is held against its gradient, for caches and attentions that of
-    their layer's; the head's is measured. `states` as `fisher.hidden_states` gives them.
+    their layer's; the head's is measured. An expert counts for the share of tokens that chose it, with none
+    for nothing. `states` as `fisher.hidden_states` gives them.
     """
     heads = [part for part in parts if layer_of(part) is None]
     found = dict(zip(heads, measure(runner, windows, states, [[part] for part in heads]), strict=True))
@@ -102,13 +103,15 @@ def estimate(
 @torch.no_grad()
 def _estimate(runner: LayerRunner, layer: LayerTrace, output: Tensor, part: Part) -> float:
     if isinstance(part, WeightPart | InputPart):
+        if part.name not in layer.linears:
+            return 0.0
         inputs, gradient = layer.linears[part.name]
         weight = runner.linears()[part.name].weight
         if isinstance(part, WeightPart):
             change = inputs @ (rounded(weight, part.format) - weight).T
         else:
             change = (Activation(part.format).fake_quantize(inputs) - inputs) @ weight.T
-        return expected_kl(change, gradient)
+        return expected_kl(change, gradient) * len(gradient) / layer.hidden[..., 0].numel()
     with changed(runner, [part], layer.hidden) as cache:
         given = torch.cat(list(runner.run(layer.index, layer.hidden, cache)))
     return expected_kl((given - output).flatten(0, 1), layer.gradient.flatten(0, 1))

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.cli.conftest import Ended, Qtool
+from tests.mixtures import write_mixture
 
 RECIPE = """\
 version: 1
@@ -36,6 +38,35 @@ def test_the_manifest_is_all_that_json_prints(qtool: Qtool, tiny: Path, recipe: 
     assert manifest["recipe"]["calibration"]["seq_len"] == 16
     assert manifest == json.loads((output / "qtool_manifest.json").read_text())
     assert [line.split()[1] for line in ended.err.splitlines()] == ["0/3", "1/3", "2/3", "3/3"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "warned"),
+    [
+        ("{weights: {group_size: 32}, method: awq}", False),
+        ("{weights: {group_size: 32, symmetric: false}, method: awq}", True),
+        ("{weights: {num_bits: 8, group_size: null}, activations: int8, method: smoothquant}", True),
+    ],
+)
+def test_experts_that_saw_too_little_or_that_transformers_does_not_load_come_with_warnings(
+    qtool: Qtool, recipe: Path, tmp_path: Path, rule: str, warned: bool
+) -> None:
+    rule = rule.replace("{", "{targets: ['*.experts.*'], ", 1)
+    head = "version: 1\ncalibration: {num_samples: 1, seq_len: 12}\n"
+    recipe.write_text(f"{head}quantization: {{rules: [{rule}]}}\n")
+    mixture = write_mixture("mixtral", tmp_path / "mixture")
+    ended = qtool("quantize", mixture, "--recipe", recipe, "-o", tmp_path / "out")
+    assert ended.code == 0, ended.err
+    said = " ".join(ended.err.split())
+    assert re.search(
+        r"were rounded to nearest: model\.layers\.0\.block_sparse_moe\.experts\.\d \(\d+\)", said
+    )
+    assert "set calibration.all_experts: true" in said
+    assert ("transformers does not load these experts" in said) is warned
+    try:
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    except RuntimeError:
+        assert warned
 
 
 # 48 divides the 96 inputs of gate_proj and up_proj, 32 the 160 of down_proj.
