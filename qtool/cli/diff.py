@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from qtool.quantize.diff import Difference, Side
+    from qtool.quantize.difference import Difference, Side
 
 
 def diff(

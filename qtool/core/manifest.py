@@ -6,6 +6,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from qtool.core.recipe import Recipe
+from qtool.core.records import read_record
 
 MANIFEST = "qtool_manifest.json"
 _RECORDED = (
@@ -33,7 +34,8 @@ class LinearRecord(BaseModel):
     group_size: int | None
     symmetric: bool
     tokens: int
-    """Calibration tokens that the linear saw. Of an expert that saw none, SQNRs are those of its weights."""
+    """Calibration tokens that the linear saw. Where it saw none, SQNRs are those of its weights: nothing
+    was to be calibrated in its layer, or no token chose it as an expert."""
     starved: bool = False
     """These were too few for the recipe's method, so that the weights were just rounded to nearest."""
     dead_inputs: int
@@ -100,6 +102,11 @@ class Manifest(BaseModel):
     def save(self, folder: Path) -> None:
         """Write the manifest into `folder`."""
         (folder / MANIFEST).write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def read_manifest(file: Path) -> Manifest:
+    """The manifest in a file; QtoolError names the file, and the field that is wrong."""
+    return read_record(file, Manifest, "wanted a manifest of this version of qtool")
 
 
 def versions() -> dict[str, str]:

@@ -43,6 +43,24 @@ def test_a_checkpoint_is_the_same_as_itself_in_another_format(tiny: Path, int4: 
     assert "29 of 29 are the same" in ended.out
 
 
+@pytest.mark.parametrize("weight", [IntScheme(4, 32, True), IntScheme(4, None, True)], ids=str)
+def test_a_conversion_there_and_back_is_no_difference(
+    tiny: Path, tmp_path: Path, qtool: Qtool, weight: IntScheme
+) -> None:
+    write_scheme(tiny, tmp_path / "a", LinearScheme(weight))
+    assert qtool("convert", tmp_path / "a", tmp_path / "there", "-f", "gptq").code == 0
+    assert qtool("convert", tmp_path / "there", tmp_path / "b", "-f", "compressed-tensors").code == 0
+    ended = qtool("diff", tmp_path / "a", tmp_path / "b", "--exit-code")
+    assert ended.code == 0, ended.out
+
+
+def test_a_zero_point_that_is_used_is_no_spelling(tiny: Path, int4: Path, qtool: Qtool) -> None:
+    symmetric = int4.with_name("symmetric")
+    write_scheme(tiny, symmetric, LinearScheme(IntScheme(4, 32, True)))
+    found = compared(qtool, int4, symmetric)
+    assert (found[MODULE]["same_format"], found[MODULE].get("same_codes")) == (False, None)
+
+
 def test_one_code_that_differs_is_found_and_measured(int4: Path, qtool: Qtool) -> None:
     other = Path(shutil.copytree(int4, int4.with_name("other")))
     tensors = load_file(other / "model.safetensors")
@@ -134,7 +152,7 @@ def test_a_manifest_of_another_version_does_not_hinder(
 ) -> None:
     (int4 / MANIFEST).write_text('{"schema_version": 0}')
     assert qtool("diff", int4, int4).code == 0
-    assert "is no manifest of this version of qtool; its records are left out" in caplog.text
+    assert "wanted a manifest of this version of qtool; its records are left out" in caplog.text
 
 
 def test_things_that_cannot_be_compared_are_refused(tiny: Path, tmp_path: Path, qtool: Qtool) -> None:
@@ -144,4 +162,5 @@ def test_things_that_cannot_be_compared_are_refused(tiny: Path, tmp_path: Path, 
     (tmp_path / "a.json").write_text("{}")
     ended = qtool("diff", tmp_path / "a.json", tmp_path / "a.json")
     assert ended.code == 1
-    assert "is no manifest of this version of qtool" in ended.err
+    assert "a.json: recipe: Field required" in ended.err
+    assert "wanted a manifest of this version of qtool" in ended.err
