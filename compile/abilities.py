@@ -1,11 +1,14 @@
 """Which quantization schemes a target executes, asked before any work."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from qtool.compile.codes import multiplies_codes
-from qtool.core.checkpoint import Checkpoint
+from qtool.compile.code_products import multiplies_codes
 from qtool.core.schemes import Fp4Scheme, IntScheme, LinearScheme, WeightScheme
 from qtool.errors import UsageError
+
+if TYPE_CHECKING:
+    from qtool.core.checkpoint import Checkpoint  # needs torch, which saying no does without
 
 WEIGHTS = (*(f"int{bits}" for bits in range(2, 9)), "fp8", "nvfp4", "mxfp4")
 """Number formats of weights, in groups, blocks or channels as each has them, with and without zero points."""
@@ -17,8 +20,8 @@ class Abilities:
 
     weights: tuple[str, ...] = WEIGHTS
     only_codes: bool = False
-    """Rounded inputs only where codes are multiplied by codes, see `codes.codes_at_once`: the target is there
-    for its 8-bit kernels, and would otherwise compute in 16 bits without a word."""
+    """Rounded inputs only where codes are multiplied by codes, see `code_products.codes_at_once`: the target
+    is there for its 8-bit kernels, and would otherwise compute in 16 bits without a word."""
 
     def refusal(self, scheme: LinearScheme) -> str | None:
         """What the target takes instead of `scheme`; None: it executes that."""
@@ -40,7 +43,7 @@ def kind(scheme: WeightScheme) -> str:
     return scheme.kind if isinstance(scheme, Fp4Scheme) else "fp8"
 
 
-def check_schemes(checkpoint: Checkpoint, target: str, abilities: Abilities) -> None:
+def check_schemes(checkpoint: "Checkpoint", target: str, abilities: Abilities) -> None:
     """Raise UsageError naming the first linear, its scheme, and those that `target` executes."""
     for module, scheme in checkpoint.schemes().items():
         if refusal := abilities.refusal(scheme):
@@ -50,7 +53,7 @@ def check_schemes(checkpoint: Checkpoint, target: str, abilities: Abilities) -> 
             )
 
 
-def check_dynamic_quantization(checkpoint: Checkpoint, group_size: int) -> None:
+def check_dynamic_quantization(checkpoint: "Checkpoint", group_size: int) -> None:
     """Raise UsageError naming the first linear whose inputs would not be rounded, its weights' groups cutting
     those of `group_size` inputs: OpenVINO computes such a one with its inputs as they are, without a word.
     Raise it too where no linear is of integers, whose inputs alone are rounded."""

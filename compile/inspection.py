@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from qtool.compile.backends.tensorrt.info import INFO, ProfileInfo, read_info
-from qtool.compile.build import TARGETS
 from qtool.compile.config import DecoderConfig, read_config
 from qtool.compile.decoder import linear_shapes
 from qtool.compile.engine import ENGINE, EngineSpec, check_files, read_spec
 from qtool.compile.layout import places
 from qtool.compile.roofline import Frozen, WeightBytes, part_of
-from qtool.core.checkpoint import Checkpoint, read_json
+from qtool.compile.targets import KV_PRECISIONS
+from qtool.core.checkpoint import Checkpoint
+from qtool.core.records import read_json
 from qtool.errors import UsageError
-
-KV_PRECISIONS = {name: bytes_of for target in TARGETS.values() for name, bytes_of in target.kv_bytes.items()}
-"""Bytes of a head's key and value, by the pool's precision."""
 
 
 class LinearRow(Frozen):

@@ -42,18 +42,21 @@ class Step(Frozen):
     tokens: int
     bytes: float
     flops: float
-    memory_time: float
+    memory_time: float | None
+    """None: nothing is known of the machine."""
     arithmetic_time: float | None
 
     @property
-    def time(self) -> float:
-        """The larger of both."""
+    def time(self) -> float | None:
+        """The larger of both; None where nothing is known of the machine."""
+        if self.memory_time is None:
+            return None
         return max(self.memory_time, self.arithmetic_time or 0.0)
 
     @property
     def bound(self) -> Literal["memory", "arithmetic"] | None:
         """What takes longer; None where the arithmetic is not known."""
-        if self.arithmetic_time is None:
+        if self.memory_time is None or self.arithmetic_time is None:
             return None
         return "memory" if self.memory_time >= self.arithmetic_time else "arithmetic"
 
@@ -62,7 +65,7 @@ def predict_step(
     config: DecoderConfig,
     weights: WeightBytes,
     kv_bytes_per_token: int,
-    machine: Machine,
+    machine: Machine | None,
     *,
     batch: int,
     past: int,
@@ -71,7 +74,7 @@ def predict_step(
     """The floor of a step of `batch` sequences, each with `new` tokens after `past`, one row of logits each.
 
     Decoding has one new token, prefill as many as the prompt. Weights are read once, keys and values of the
-    past too; those of the new tokens are written.
+    past too; those of the new tokens are written. Without a `machine` there are no times.
     """
     tokens = batch * new
     moved = weights.rest + weights.experts * _shared_experts(config, tokens)
@@ -85,8 +88,8 @@ def predict_step(
         tokens=tokens,
         bytes=moved,
         flops=flops,
-        memory_time=moved / machine.bandwidth,
-        arithmetic_time=None if machine.flops is None else flops / machine.flops,
+        memory_time=None if machine is None else moved / machine.bandwidth,
+        arithmetic_time=None if machine is None or machine.flops is None else flops / machine.flops,
     )
 
 

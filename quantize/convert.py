@@ -9,7 +9,8 @@ from torch import Tensor
 
 from qtool.core.checkpoint import COMPANIONS, Checkpoint
 from qtool.core.files import new_folder, refuse_existing
-from qtool.core.formats import Writer, find_writer
+from qtool.core.formats import find_writer
+from qtool.core.formats.contract import Writer
 from qtool.errors import UsageError
 from qtool.quantize.shards import Shards
 

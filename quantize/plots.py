@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from qtool.core.files import refuse_existing
 from qtool.core.formats.naming import without_layer
 from qtool.errors import UsageError
-from qtool.quantize.changes import layer_number
 
 if TYPE_CHECKING:
     from qtool.quantize.sensitivity import Report
@@ -28,6 +27,8 @@ def plot_sensitivity(report: "Report", path: Path) -> None:
     """A row for each kind of part, a column for each layer, the colour its KL; the head is in the title."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
+
+    from qtool.quantize.changes import layer_number  # torch, which refusing does without
 
     rows: dict[str, dict[int, float]] = {}
     rest: list[str] = []

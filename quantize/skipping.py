@@ -15,17 +15,6 @@ from qtool.errors import UsageError
 _LAYER = re.compile(r"^(model\.layers\.)(\d+)(\..+)$")
 
 
-def parse_layers(text: str) -> frozenset[int]:
-    """Read layers as in ``4,8-11``. UsageError for anything else."""
-    found: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
-            raise UsageError(f"layers: {part!r} is no layer or range; write them as in 4,8-11")
-        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return frozenset(found)
-
-
 def skip_layers(path: Path, skipped: frozenset[int], output: Path) -> None:
     """Write the checkpoint `path` without these layers to the new folder `output`, whole or not at all.
 

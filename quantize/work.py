@@ -14,12 +14,12 @@ from torch import Tensor
 from qtool.calibrate.layers import Weights
 from qtool.calibrate.skeleton import PREFIX
 from qtool.core.activation import Activation
-from qtool.core.checkpoint import read_json
 from qtool.core.files import refuse_existing, rename_new, write_text
 from qtool.core.formats.compressed_tensors import decode
 from qtool.core.formats.kv_cache import KvLayout
 from qtool.core.manifest import LinearRecord
 from qtool.core.qtensor import KvScales
+from qtool.core.records import read_json
 from qtool.errors import QtoolError, UsageError
 from qtool.quantize.layer import QuantizedLayer
 from qtool.quantize.plan import Assignment
@@ -71,14 +71,14 @@ def _check_state(path: Path, fingerprint: str) -> None:
 
 
 class WorkFolder:
-    """Finished layers, one safetensors file each, whole or absent."""
+    """Finished layers, one safetensors file each, whole or absent, in the folder `path`."""
 
     def __init__(self, path: Path, output: Path) -> None:
-        self._path = path
+        self.path = path
         self._output = output
 
     def _part(self, index: int) -> Path:
-        return self._path / f"layer-{index:05}.safetensors"
+        return self.path / f"layer-{index:05}.safetensors"
 
     def has(self, index: int) -> bool:
         """Whether layer `index` is finished."""
@@ -88,7 +88,7 @@ class WorkFolder:
         """Keep a finished layer."""
         records = {name: record.model_dump() for name, record in layer.records.items()}
         tensors = [lazy(name, layer.tensors.__getitem__) for name in layer.tensors]
-        temporary = self._path / "layer.writing"
+        temporary = self.path / "layer.writing"
         write_safetensors(temporary, tensors, {_RECORDS: json.dumps(records)})
         temporary.replace(self._part(index))
 
@@ -129,22 +129,29 @@ class WorkFolder:
 
     def once(self, name: str, make: Callable[[], str]) -> str:
         """A text that is made the first time, and read when the work is taken up again."""
-        file = self._path / name
+        file = self.path / name
         if not file.exists():
             write_text(file, make())
         return file.read_text(encoding="utf-8")
 
     def tensors(self, index: int) -> list[LazyTensor]:
         """The stored tensors of a finished layer."""
-        part = self._open(index)
-        return [lazy(name, part.get_tensor) for name in sorted(part.keys())]
+
+        def read(name: str) -> Tensor:
+            with self._open(index) as part:  # anew, so that what was read leaves memory
+                tensor: Tensor = part.get_tensor(name)
+            return tensor
+
+        with self._open(index) as part:
+            names = sorted(part.keys())
+        return [lazy(name, read) for name in names]
 
     def _open(self, index: int) -> Any:
         return safe_open(self._part(index), framework="pt")
 
     def new_checkpoint(self) -> Path:
         """An empty folder for the whole checkpoint."""
-        folder = self._path / "checkpoint"
+        folder = self.path / "checkpoint"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         return folder
@@ -152,7 +159,7 @@ class WorkFolder:
     def finish(self, checkpoint: Path) -> None:
         """Rename the whole checkpoint to the output, and clean up."""
         rename_new(checkpoint, self._output)
-        shutil.rmtree(self._path, ignore_errors=True)
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def lazy(name: str, get_tensor: Callable[[str], Tensor]) -> LazyTensor:

@@ -13,7 +13,7 @@ from onnx import TensorProto
 
 from qtool.compile.backends.onnx_graph import Graph, Tensor
 from qtool.compile.backends.onnx_weights import floats, matrix, scales_of, stored_codes
-from qtool.compile.codes import codes_at_once
+from qtool.compile.code_products import codes_at_once
 from qtool.core.activation import FP8_MAX, LEAST_BLOCK, Activation
 from qtool.core.fp4 import FP4_MAX
 from qtool.core.qtensor import Fp4Tensor, Fp8Tensor, Linear, QuantizedTensor

@@ -13,7 +13,8 @@ import torch
 from onnx import TensorProto
 
 from qtool.compile.backends.onnx_graph import Graph, Tensor
-from qtool.compile.codes import as_int8, code_bytes, stored_bits
+from qtool.compile.code_products import stored_bits
+from qtool.compile.codes import as_int8, code_bytes
 from qtool.core.qtensor import Fp4Tensor, Fp8Tensor, Quantized, QuantizedTensor
 from qtool.errors import QtoolError
 

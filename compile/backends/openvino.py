@@ -20,7 +20,8 @@ from openvino.opset15 import scatter_nd_update
 from torch import Tensor
 
 from qtool.compile.backends.openvino_activation import fake_quantize
-from qtool.compile.codes import code_bytes, pack4, stored_bits
+from qtool.compile.code_products import stored_bits
+from qtool.compile.codes import code_bytes, pack4
 from qtool.compile.config import DecoderConfig
 from qtool.compile.decoder import Attention, RowsOf, Weights, decode
 from qtool.compile.hidden import HiddenLayer

@@ -23,7 +23,7 @@ from torch import Tensor
 from qtool.compile.heads.config import HeadConfig
 from qtool.compile.heads.head import LM_HEAD, TOKENS, Head, every_token, read_tensors
 from qtool.compile.hidden import FINAL, HiddenLayer, eagle3_layers
-from qtool.core.checkpoint import read_json
+from qtool.core.records import read_json
 from qtool.errors import QtoolError, UsageError
 
 _FILES = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from qtool.cli.options import Device, Threads
+from qtool.errors import UsageError
 
 
 def batch(
@@ -23,13 +24,14 @@ def batch(
     device: Device = None,
 ) -> None:
     """Answer every request of a batch file. Interrupted, it goes on where it was when started again."""
+    if responses.exists():
+        raise UsageError(f"{responses}: exists already; move it away or name another file")
     import asyncio
     import json
 
     from rich.console import Console
     from rich.progress import Progress
 
-    from qtool.errors import UsageError
     from qtool.runtime.client import Client
     from qtool.runtime.engines import open_engine
     from qtool.runtime.scheduler import SchedulerConfig
@@ -39,8 +41,6 @@ def batch(
     from qtool.runtime.server.settings import ServerSettings
     from qtool.runtime.tokenizer import Tokenizer
 
-    if responses.exists():
-        raise UsageError(f"{responses}: exists already; move it away or name another file")
     asked = read_requests(requests)
     partial = responses.with_name(responses.name + ".partial")
     answered = read_answered(partial)

@@ -83,7 +83,7 @@ def compile_(
 ) -> None:
     """Build an engine for one kind of machine, ready to serve, and print its folder."""
     from qtool.cli.progress import share_bar
-    from qtool.compile.build import check_target, compile_engine
+    from qtool.compile.targets import check_target
     from qtool.core.files import refuse_existing
     from qtool.core.recipe import CompileTarget, OpenVinoOptions, TensorRtOptions
     from qtool.core.sources import resolve
@@ -105,6 +105,8 @@ def compile_(
     check_target(target, kv_cache, options, openvino)
     model = resolve(checkpoint)
     Tokenizer.load(model)  # an engine without one cannot be served
+    from qtool.compile.build import compile_engine  # torch, once all that can be refused without it is
+
     with share_bar(f"compiling for {target}") as progress:
         compile_engine(
             model,

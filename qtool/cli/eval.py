@@ -30,7 +30,6 @@ def eval_(
     from qtool.core.recipe import Evaluation, override
     from qtool.core.sources import resolve
     from qtool.errors import GateError
-    from qtool.eval.evaluate import evaluate
     from qtool.recipes import find_recipe
 
     chosen = find_recipe(recipe).evaluation if recipe else Evaluation()
@@ -42,8 +41,11 @@ def eval_(
         min_top1=min_top1,
     )
     chosen = override(chosen, dataset=dataset, num_windows=num_windows, window_len=window_len, gates=gates)
+    judged, against = resolve(model), resolve(baseline)
+    from qtool.eval.evaluate import evaluate  # torch
+
     with progress_bar("windows", chosen.num_windows) as advance:
-        report = evaluate(resolve(model), resolve(baseline), chosen, threads=threads, on_window=advance)
+        report = evaluate(judged, against, chosen, threads=threads, on_window=advance)
     if as_json:
         typer.echo(report.model_dump_json(indent=2))
     else:

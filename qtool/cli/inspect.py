@@ -18,7 +18,11 @@ def inspect(
         str, typer.Argument(help="Engine, checkpoint folder, .gguf file, built-in model or hub id.")
     ],
     bandwidth: Annotated[
-        float | None, typer.Option(min=0.001, help="Memory bandwidth in GB/s; measured here by default.")
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Memory bandwidth in GB/s; measured here by default, if the engine runs on this CPU.",
+        ),
     ] = None,
     flops: Annotated[
         float | None, typer.Option(min=0.000001, help="Arithmetic in TFLOP/s; wants --bandwidth as well.")
@@ -32,17 +36,22 @@ def inspect(
     """Linears and bits, bytes by part, KV bytes a token, and the floor of a decode and a prefill step."""
     from rich.console import Console
 
-    from qtool.compile.inspection import inspect as read
-    from qtool.compile.roofline import predict_step
+    from qtool.compile.targets import KV_PRECISIONS, TARGETS
     from qtool.core.sources import resolve
     from qtool.errors import UsageError, nearest
 
-    found, config, weights = read(resolve(model))
+    _check_speeds(bandwidth, flops)
+    if kv_cache not in KV_PRECISIONS:
+        raise UsageError(f"--kv-cache {kv_cache!r} is unknown; {nearest(kv_cache, KV_PRECISIONS)}")
+    path = resolve(model)
+    from qtool.compile.inspection import inspect as read  # torch
+    from qtool.compile.roofline import predict_step
+
+    found, config, weights = read(path)
     if found.engine is not None:
         kv_cache = found.engine.kv_cache
-    if kv_cache not in found.kv_bytes_per_token:
-        raise UsageError(f"--kv-cache {kv_cache!r} is unknown; {nearest(kv_cache, found.kv_bytes_per_token)}")
-    machine, kv_bytes = _machine(bandwidth, flops), found.kv_bytes_per_token[kv_cache]
+    runs_here = found.engine is None or TARGETS[found.engine.target].on_cpu
+    machine, kv_bytes = _machine(bandwidth, flops, runs_here), found.kv_bytes_per_token[kv_cache]
     steps = {
         f"decode, {batch} x {context}": predict_step(
             config, weights, kv_bytes, machine, batch=batch, past=context, new=1
@@ -58,7 +67,12 @@ def inspect(
         }
         typer.echo(
             json.dumps(
-                {**found.model_dump(mode="json"), "machine": machine.model_dump(), "steps": costs}, indent=2
+                {
+                    **found.model_dump(mode="json"),
+                    "machine": machine and machine.model_dump(),
+                    "steps": costs,
+                },
+                indent=2,
             )
         )
         return
@@ -74,18 +88,23 @@ def inspect(
             console.print(table)
 
 
-def _machine(bandwidth: float | None, flops: float | None) -> "Machine":
-    from qtool.compile.machine import measure
-    from qtool.compile.roofline import Machine
+def _check_speeds(bandwidth: float | None, flops: float | None) -> None:
     from qtool.errors import UsageError
 
     for option, value in (("--bandwidth", bandwidth), ("--flops", flops)):
         if value is not None and not math.isfinite(value):
             raise UsageError(f"{option} is {value}, wanted a finite number")
+    if bandwidth is None and flops is not None:
+        raise UsageError("--flops alone would be judged by this machine's memory; give --bandwidth too")
+
+
+def _machine(bandwidth: float | None, flops: float | None, runs_here: bool) -> "Machine | None":
+    """What steps run on: as given, or this CPU as measured; None for an engine of another machine."""
+    from qtool.compile.machine import measure
+    from qtool.compile.roofline import Machine
+
     if bandwidth is None:
-        if flops is not None:
-            raise UsageError("--flops alone would be judged by this machine's memory; give --bandwidth too")
-        return measure()
+        return measure() if runs_here else None
     return Machine(bandwidth=bandwidth * 1e9, flops=None if flops is None else flops * 1e12, measured=False)
 
 
@@ -150,22 +169,24 @@ def _profiles(found: "Inspection") -> "Table":
     return table
 
 
-def _steps(steps: dict[str, "Step"], machine: "Machine", kv_cache: str) -> "Table":
-    arithmetic = "" if machine.flops is None else f", {machine.flops / 1e12:.3g} TFLOP/s"
-    source = "measured here" if machine.measured else "given"
+def _steps(steps: dict[str, "Step"], machine: "Machine | None", kv_cache: str) -> "Table":
+    if machine is None:
+        floor = "floor, for times give --bandwidth of the machine that it runs on"
+    else:
+        arithmetic = "" if machine.flops is None else f", {machine.flops / 1e12:.3g} TFLOP/s"
+        source = "measured here" if machine.measured else "given"
+        floor = f"floor at {machine.bandwidth / 1e9:.1f} GB/s{arithmetic} ({source})"
     table = _table(
-        f"floor at {machine.bandwidth / 1e9:.1f} GB/s{arithmetic} ({source}), KV cache {kv_cache}",
+        f"{floor}, KV cache {kv_cache}",
         *("sequences x tokens", "moved", "GFLOP", "at least", "tokens/s", "bound by"),
     )
     for name, step in steps.items():
-        table.add_row(
-            name,
-            _size(step.bytes),
-            f"{step.flops / 1e9:.2f}",
-            _time(step.time),
-            f"{step.tokens / step.time:,.0f}",
-            step.bound or "give --flops",
-        )
+        moved = (name, _size(step.bytes), f"{step.flops / 1e9:.2f}")
+        if step.time is None:
+            table.add_row(*moved, "", "", "")
+        else:
+            speed = f"{step.tokens / step.time:,.0f}"
+            table.add_row(*moved, _time(step.time), speed, step.bound or "give --flops")
     return table
 
 

@@ -24,6 +24,16 @@ def quantize(
     dataset: Annotated[str | None, typer.Option(help="Calibration text, instead of the recipe's.")] = None,
     num_samples: Annotated[int | None, typer.Option(help="Calibration windows to run.")] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens in a calibration window.")] = None,
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Hidden states of more than a quarter of it go to disk, as in 6GB; by default what is free.",
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu; cuda, or cuda:0,cuda:1 to spread linears; auto for what there is.")
+    ] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
     """Calibrate, quantize layer by layer, and write a checkpoint with its manifest.
@@ -33,11 +43,10 @@ def quantize(
     from rich.console import Console
 
     from qtool.core.files import refuse_existing
+    from qtool.core.memory import parse_bytes
     from qtool.core.recipe import override
     from qtool.core.sources import resolve
     from qtool.errors import UsageError
-    from qtool.quantize.pipeline import quantize_checkpoint
-    from qtool.quantize.progress import layer_bar
     from qtool.recipes import find_recipe
 
     chosen = find_recipe(recipe)
@@ -46,10 +55,19 @@ def quantize(
     source = checkpoint or chosen.model
     if source is None:
         raise UsageError(f"{recipe}: names no model; give a checkpoint on the command line")
+    memory = None if max_memory is None else parse_bytes(max_memory)
     refuse_existing(output)  # before hours of work are done in vain
+    model = resolve(source)
+    from qtool.quantize.devices import parse_devices  # torch
+    from qtool.quantize.pipeline import quantize_checkpoint
+    from qtool.quantize.progress import layer_bar
+
+    devices = parse_devices(device)
     try:
         with layer_bar() as progress:
-            manifest = quantize_checkpoint(resolve(source), chosen, output, progress=progress)
+            manifest = quantize_checkpoint(
+                model, chosen, output, progress=progress, max_memory=memory, devices=devices
+            )
     except KeyboardInterrupt:
         typer.echo("interrupted; run the same command again to go on from the last finished layer", err=True)
         raise

@@ -44,7 +44,7 @@ def check(
     references: Annotated[list[str], typer.Argument(metavar="RECIPE...", help="Files or shipped names.")],
 ) -> None:
     """Say ok, or everything that is wrong with exit code 2, for each recipe."""
-    from qtool.compile.build import check_target
+    from qtool.compile.targets import check_target
     from qtool.errors import UsageError
     from qtool.recipes import find_recipe
 

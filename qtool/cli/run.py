@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from qtool.cli.options import Device, Threads
+from qtool.errors import UsageError
 
 
 def run(
@@ -25,19 +26,18 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer and its usage as JSON.")] = False,
 ) -> None:
     """Answer one chat message, streamed to stdout."""
+    if raw and system is not None:
+        raise UsageError("--system has no place in --raw, which uses no chat template; leave one out")
     import json
 
     from rich.console import Console
 
-    from qtool.errors import UsageError
     from qtool.runtime.answer import answer
     from qtool.runtime.engines import max_context, open_engine
     from qtool.runtime.request import SamplingParams
     from qtool.runtime.scheduler import refuse_longer
     from qtool.runtime.tokenizer import Tokenizer
 
-    if raw and system is not None:
-        raise UsageError("--system has no place in --raw, which uses no chat template; leave one out")
     tokenizer = Tokenizer.load(engine)
     params = SamplingParams(
         max_tokens=max_tokens,

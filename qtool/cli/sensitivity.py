@@ -32,24 +32,26 @@ def sensitivity(
     """
     from rich.console import Console
 
-    from qtool.calibrate.layers import LayerRunner
-    from qtool.calibrate.windows import check_vocabulary, recipe_windows
     from qtool.cli.progress import progress_bar
-    from qtool.core.checkpoint import Checkpoint
     from qtool.core.recipe import Calibration, override
     from qtool.core.sources import resolve
     from qtool.quantize.plots import plot_sensitivity, require_matplotlib
-    from qtool.quantize.sensitivity import default_parts, recipe_parts
-    from qtool.quantize.sensitivity import sensitivity as rank
     from qtool.recipes import find_recipe
 
     if plot is not None:
         require_matplotlib(plot)  # before minutes of work are done in vain
     asked = find_recipe(recipe).quantization if recipe else None
-    source = Checkpoint(resolve(checkpoint))
     calibration = override(
         Calibration(), dataset=dataset, num_samples=num_samples, seq_len=seq_len, seed=seed
     )
+    model = resolve(checkpoint)
+    from qtool.calibrate.layers import LayerRunner  # torch, from here on
+    from qtool.calibrate.windows import check_vocabulary, recipe_windows
+    from qtool.core.checkpoint import Checkpoint
+    from qtool.quantize.sensitivity import default_parts, recipe_parts
+    from qtool.quantize.sensitivity import sensitivity as rank
+
+    source = Checkpoint(model)
     runner = LayerRunner(source)
     parts = default_parts(runner) if asked is None else recipe_parts(runner, asked)
     windows, _ = recipe_windows(source, calibration)

@@ -1,9 +1,12 @@
 """``qtool skip-layers``: a draft model made from the model itself."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from qtool.errors import UsageError
 
 
 def skip_layers(
@@ -16,9 +19,22 @@ def skip_layers(
     """Write a checkpoint without some layers, to draft for the whole one: serve --speculative draft=..."""
     from qtool.core.files import refuse_existing
     from qtool.core.sources import resolve
-    from qtool.quantize.skipping import parse_layers
-    from qtool.quantize.skipping import skip_layers as write
 
     refuse_existing(output)
-    write(resolve(checkpoint), parse_layers(layers), output)
+    skipped = parse_layers(layers)
+    model = resolve(checkpoint)
+    from qtool.quantize.skipping import skip_layers as write  # torch
+
+    write(model, skipped, output)
     typer.echo(output)
+
+
+def parse_layers(text: str) -> frozenset[int]:
+    """Read layers as in ``4,8-11``. UsageError for anything else."""
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
+            raise UsageError(f"layers: {part!r} is no layer or range; write them as in 4,8-11")
+        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(found)

@@ -1,6 +1,5 @@
 """A Hugging Face checkpoint folder, read lazily: a tensor is loaded when it is asked for."""
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -11,10 +10,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, bfloat16, float16, float32
 
-from qtool.core.formats import QuantizationFormat, open_format
+from qtool.core.formats import open_format
+from qtool.core.formats.contract import QuantizationFormat
 from qtool.core.formats.promises import scaled
 from qtool.core.kv_cache import KvCache
 from qtool.core.qtensor import KvScales, Linear
+from qtool.core.records import read_json
 from qtool.core.schemes import KvCacheScheme, LinearScheme
 from qtool.errors import QtoolError, UsageError
 
@@ -32,19 +33,6 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
 )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; QtoolError names the file when it is missing, no JSON object or too deep."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise QtoolError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise QtoolError(f"{path}: is not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise QtoolError(f"{path}: holds a JSON {type(content).__name__}, wanted an object")
-    return content
 
 
 class Checkpoint:
@@ -152,7 +140,11 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """Read one stored tensor, in its stored dtype."""
-        tensor: Tensor = self._handle(name).get_tensor(name)
+        self._handle(name)  # which knows whether there is one
+        # Opened anew, since a mapping keeps all that was ever read through it in memory: this one goes with
+        # the tensor.
+        with safe_open(self.path / self._shard_of[name], framework="pt") as shard:
+            tensor: Tensor = shard.get_tensor(name)
         return tensor
 
     def dense(self, name: str) -> Tensor:

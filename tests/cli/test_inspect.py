@@ -73,4 +73,4 @@ def test_inspect_refuses_what_makes_no_sense(tiny: Path, qtool: Qtool) -> None:
     assert "--bandwidth is inf, wanted a finite number" in ended.err
     ended = qtool("inspect", tiny, "--kv-cache", "u9", "--bandwidth", "1")
     assert ended.code == 2
-    assert "--kv-cache 'u9' is unknown; known: f16, f32, u8" in ended.err
+    assert "--kv-cache 'u9' is unknown; known: bf16, f16, f32, u8" in ended.err

@@ -6,7 +6,7 @@ import pytest
 
 from qtool.compile.abilities import WEIGHTS, Abilities
 from qtool.compile.backends.tensorrt.schemes import least_capability
-from qtool.compile.build import TARGETS
+from qtool.compile.targets import TARGETS
 from qtool.core.schemes import (
     ActivationScheme,
     Fp4Scheme,

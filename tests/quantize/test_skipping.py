@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from qtool.cli.skip_layers import parse_layers
 from qtool.errors import UsageError
-from qtool.quantize.skipping import parse_layers, skip_layers
+from qtool.quantize.skipping import skip_layers
 
 
 def test_the_layers_that_are_left_do_what_they_did(tiny: Path, tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from qtool.compile.codes import as_int4_pairs, stored_bits
+from qtool.compile.code_products import stored_bits
+from qtool.compile.codes import as_int4_pairs
 from qtool.compile.decoder import Weights
 from qtool.core.qtensor import Fp4Tensor, Linear, QuantizedTensor
 from qtool.errors import QtoolError

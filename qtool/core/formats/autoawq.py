@@ -5,7 +5,7 @@ and zero points are unsigned. What ``modules_to_not_convert`` names is stored de
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +13,12 @@ from torch import Tensor
 from qtool.core.formats.naming import brief, unquantized
 from qtool.core.formats.parts import Parts
 from qtool.core.formats.promises import refuse_dynamic, refuse_exempt, refuse_unknown
+from qtool.core.formats.tensors import StoredModel
 from qtool.core.formats.uniform import uniform
 from qtool.core.formats.words import pack_to_int32, unpack_from_int32
 from qtool.core.qtensor import KvScales, Linear, QuantizedTensor
 from qtool.core.schemes import IntScheme, KvCacheScheme, LinearScheme
 from qtool.errors import QtoolError, UsageError
-
-if TYPE_CHECKING:
-    from qtool.core.checkpoint import Checkpoint
 
 _NUM_BITS, _PER_WORD = 4, 8
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -36,7 +34,7 @@ class AutoAwq:
 
     kv_cache = None
 
-    def __init__(self, checkpoint: "Checkpoint") -> None:
+    def __init__(self, checkpoint: StoredModel) -> None:
         self._checkpoint = checkpoint
         config = checkpoint.config["quantization_config"]
         where = f"{checkpoint.path / 'config.json'}: quantization_config"

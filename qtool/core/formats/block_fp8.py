@@ -6,7 +6,7 @@ block.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,10 @@ from qtool.core.activation import Activation
 from qtool.core.formats.layouts import load_fp8
 from qtool.core.formats.parts import Parts
 from qtool.core.formats.promises import refuse_exempt, refuse_unknown
+from qtool.core.formats.tensors import StoredModel
 from qtool.core.qtensor import Fp8Tensor, KvScales, Linear
 from qtool.core.schemes import ActivationScheme, Fp8Scheme, KvCacheScheme, LinearScheme
 from qtool.errors import QtoolError, UsageError
-
-if TYPE_CHECKING:
-    from qtool.core.checkpoint import Checkpoint
 
 _SCALE = "weight_scale_inv"
 _READ = (
@@ -39,7 +37,7 @@ class BlockFp8:
 
     kv_cache = None
 
-    def __init__(self, checkpoint: "Checkpoint") -> None:
+    def __init__(self, checkpoint: StoredModel) -> None:
         self._checkpoint = checkpoint
         config = checkpoint.config["quantization_config"]
         where = f"{checkpoint.path / 'config.json'}: quantization_config"

@@ -12,7 +12,7 @@ asymmetric, ``m.weight_zero_point`` [N, G]. Static activations add ``m.input_sca
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -22,18 +22,16 @@ from qtool.core.formats.config_writing import write_groups
 from qtool.core.formats.kv_cache import KvLayout
 from qtool.core.formats.layouts import layout_of, load, parts_of, shape_of, store
 from qtool.core.formats.parts import Parts
+from qtool.core.formats.tensors import StoredModel
 from qtool.core.qtensor import KvScales, Linear, Quantized
 from qtool.core.schemes import Fp4Scheme, Fp8Scheme, IntScheme, KvCacheScheme, LinearScheme, WeightScheme
 from qtool.errors import QtoolError, UsageError
-
-if TYPE_CHECKING:
-    from qtool.core.checkpoint import Checkpoint
 
 
 class CompressedTensors:
     """Reads checkpoints that compressed-tensors, llm-compressor and qtool write."""
 
-    def __init__(self, checkpoint: "Checkpoint") -> None:
+    def __init__(self, checkpoint: StoredModel) -> None:
         self._checkpoint = checkpoint
         self._where = str(checkpoint.path / "config.json")
         self._groups = read_groups(checkpoint.config["quantization_config"], self._where)

@@ -7,7 +7,6 @@ A linear ``m`` is ``m.qweight`` [K * bits / 32, N] int32, ``m.qzeros`` [G, N * b
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,13 +14,11 @@ from torch import Tensor
 from qtool.core.formats.input_order import read_order
 from qtool.core.formats.parts import Parts
 from qtool.core.formats.promises import refuse_dynamic, refuse_exempt, refuse_unknown
+from qtool.core.formats.tensors import StoredModel
 from qtool.core.formats.words import unpack_from_int32
 from qtool.core.qtensor import Linear, QuantizedTensor
 from qtool.core.schemes import IntScheme, LinearScheme
 from qtool.errors import QtoolError
-
-if TYPE_CHECKING:
-    from qtool.core.checkpoint import Checkpoint
 
 ADDED = {"gptq": 1, "gptq_v2": 0}
 """What is added to the stored zero points of each version."""
@@ -68,7 +65,7 @@ class GptqFormat:
 
     kv_cache = None
 
-    def __init__(self, checkpoint: "Checkpoint") -> None:
+    def __init__(self, checkpoint: StoredModel) -> None:
         self._checkpoint = checkpoint
         config = checkpoint.config["quantization_config"]
         where = f"{checkpoint.path / 'config.json'}: quantization_config"

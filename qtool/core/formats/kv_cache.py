@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from qtool.core.formats.parts import Parts, Stored
+from qtool.core.formats.parts import Parts
+from qtool.core.formats.tensors import Stored
 from qtool.core.qtensor import KvScales
 from qtool.core.schemes import KvCacheScheme
 

@@ -8,14 +8,16 @@ rounded by a calibrated range have ``m.input_scale``. A quantized KV cache has `
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qtool.core.activation import Activation
 from qtool.core.formats.kv_cache import KvLayout
 from qtool.core.formats.layouts import load_fp8, load_nvfp4
 from qtool.core.formats.parts import Parts
 from qtool.core.formats.promises import refuse_exempt, refuse_unknown
+from qtool.core.formats.tensors import StoredModel
 from qtool.core.qtensor import Linear
+from qtool.core.records import read_json
 from qtool.core.schemes import (
     NVFP4_ACTIVATIONS,
     ActivationScheme,
@@ -25,9 +27,6 @@ from qtool.core.schemes import (
     LinearScheme,
 )
 from qtool.errors import QtoolError
-
-if TYPE_CHECKING:
-    from qtool.core.checkpoint import Checkpoint
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
 ALGORITHMS = {
@@ -56,7 +55,7 @@ _PROVENANCE = ("config_groups", "producer")
 class ModelOpt:
     """Reads ModelOpt's fp8 and nvfp4 checkpoints, of one algorithm or of one a linear."""
 
-    def __init__(self, checkpoint: "Checkpoint") -> None:
+    def __init__(self, checkpoint: StoredModel) -> None:
         self._checkpoint = checkpoint
         self._where, said = _said(checkpoint)
         refuse_unknown(said, (*_READ, *_PROVENANCE), f"{self._where}: quantization")
@@ -148,10 +147,8 @@ def _end(module: str) -> str:
     return f".{module.rpartition('.')[2]}."
 
 
-def _said(checkpoint: "Checkpoint") -> tuple[Path, dict[str, Any]]:
+def _said(checkpoint: StoredModel) -> tuple[Path, dict[str, Any]]:
     """The file that says how the checkpoint is quantized, and what it says."""
-    from qtool.core.checkpoint import read_json
-
     file = checkpoint.path / HF_QUANT_CONFIG
     if not file.is_file():
         return checkpoint.path / "config.json", checkpoint.config["quantization_config"]

@@ -2,29 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from qtool.core.formats.tensors import Stored
 from qtool.errors import QtoolError
-
-
-class Stored(Protocol):
-    """Tensors found by name, such as those of a `Checkpoint`."""
-
-    path: Path
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
-        ...
-
-    def tensor(self, name: str) -> Tensor:
-        """Read a tensor, in its stored dtype."""
-        ...
 
 
 @dataclass(frozen=True)

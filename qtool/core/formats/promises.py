@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from qtool.errors import QtoolError
 
 if TYPE_CHECKING:
-    from qtool.core.checkpoint import Checkpoint
-    from qtool.core.formats import QuantizationFormat
+    from qtool.core.formats.contract import QuantizationFormat
+    from qtool.core.formats.tensors import StoredModel
 
 _SCALES = (".weight_scale", ".scales", ".weight_scale_inv")
 """Ends of the names of what every quantized linear has, in one format or another."""
@@ -33,7 +33,7 @@ def refuse_unknown(config: Mapping[str, Any], known: Collection[str], where: str
             )
 
 
-def refuse_unread(checkpoint: "Checkpoint", reader: "QuantizationFormat") -> None:
+def refuse_unread(checkpoint: "StoredModel", reader: "QuantizationFormat") -> None:
     """Raise QtoolError for a stored part of a quantized linear that `reader` would pass over."""
     read = {
         module: {*reader.parts(module), "bias"} for module in scaled(checkpoint) if reader.quantizes(module)
@@ -47,7 +47,7 @@ def refuse_unread(checkpoint: "Checkpoint", reader: "QuantizationFormat") -> Non
             )
 
 
-def refuse_exempt(checkpoint: "Checkpoint", names: Iterable[str], where: str) -> None:
+def refuse_exempt(checkpoint: "StoredModel", names: Iterable[str], where: str) -> None:
     """Raise QtoolError for a linear that is quantized though `names` exempt it; `where` is their field.
 
     They may be any part of a dotted name, or have stars.
@@ -61,7 +61,7 @@ def refuse_exempt(checkpoint: "Checkpoint", names: Iterable[str], where: str) ->
                 )
 
 
-def refuse_dynamic(checkpoint: "Checkpoint", dynamic: Mapping[str, Any] | None, where: str) -> None:
+def refuse_dynamic(checkpoint: "StoredModel", dynamic: Mapping[str, Any] | None, where: str) -> None:
     """Raise QtoolError for a ``dynamic`` of GPTQModel that does more than exempt linears, by patterns after
     ``-:``, and for an exempt one that is quantized."""
     for pattern in dynamic or ():
