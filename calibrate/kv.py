@@ -53,7 +53,7 @@ class KvRounding:
         return self._round(keys, self._scales.key), self._round(values, self._scales.value)
 
     def _round(self, x: Tensor, scale: Tensor) -> Tensor:
-        scale = scale.view(-1, 1, 1)
+        scale = scale.view(-1, 1, 1).to(x.device)
         if self._scheme.kind == "fp8":
             return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype) * scale
         return (x / scale).round().clamp(-128, 127) * scale

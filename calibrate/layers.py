@@ -1,6 +1,6 @@
 """Run a checkpoint layer by layer with transformers' own modules, one layer in memory at a time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtool.calibrate.hidden import HiddenStates
 from qtool.calibrate.kv import KvRanges, KvRounding
 from qtool.calibrate.skeleton import HEAD, PREFIX, check_stored, skeleton
 from qtool.core.checkpoint import Checkpoint
 from qtool.errors import QtoolError, UsageError
 
+CPU = torch.device("cpu")
 _CACHES = ("cache", "past_key_values")
 """What transformers calls the cache that it hands to a layer, now and in older families."""
 
@@ -43,17 +45,19 @@ class _Call:
 class LayerRunner:
     """A decoder without weights, whose layers get theirs one at a time, in float32.
 
-    Hidden states are [S, L, hidden]: S windows of L tokens, run one window at a time, so that memory holds
-    them, one layer, and one window's activations. With `fast`, products are in bfloat16 where the processor
-    multiplies that faster: half the time for 0.4 % of a layer's output, less than 8-bit weights cost.
+    Hidden states are [S, L, hidden]: S windows of L tokens, run one window at a time, so that `device` holds
+    one layer and one window's activations, and memory the states, unless they are on disk. With `fast`,
+    products are in bfloat16 where the device multiplies that faster: half the time for 0.4 % of a layer's
+    output, less than 8-bit weights cost.
 
     Raises UsageError for a config that describes no decoder, QtoolError for a checkpoint whose tensors are
     not those that its config describes.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, fast: bool = False) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, fast: bool = False, device: torch.device = CPU) -> None:
         self.checkpoint = checkpoint
-        self._fast = fast and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self.device = device
+        self._fast = fast and _multiplies_bfloat16(device)
         self.model = skeleton(checkpoint)
         if checkpoint.format is None:
             check_stored(checkpoint, self.model)
@@ -71,6 +75,11 @@ class LayerRunner:
         return int(self._table.num_embeddings)
 
     @property
+    def hidden_size(self) -> int:
+        """The numbers that stand for a token between layers."""
+        return int(self._table.embedding_dim)
+
+    @property
     def head_weight(self) -> str:
         """The stored tensor that holds the head's weight [V, hidden]."""
         if not self.tied:
@@ -81,19 +90,22 @@ class LayerRunner:
         """Every linear layer of the model by its full name, without weights."""
         return {name: part for name, part in self.model.named_modules() if isinstance(part, nn.Linear)}
 
-    @torch.no_grad()
     def embed(self, windows: Tensor) -> Tensor:
-        """The hidden states [S, L, hidden] that windows [S, L] of token ids bring to the first layer.
+        """The hidden states [S, L, hidden] that windows [S, L] of token ids bring to the first layer, see
+        `embedded`."""
+        return torch.stack(list(self.embedded(windows)))
+
+    @torch.no_grad()
+    def embedded(self, windows: Tensor) -> Iterator[Tensor]:
+        """The hidden states [L, hidden] that each of windows [S, L] of token ids brings to the first layer.
 
         Records on the way what each layer is called with: masks, positions and their embeddings. Raises
         UsageError when these depend on the tokens, since one record could not serve all windows then.
         """
-        hidden: list[Tensor] = []
         with self.outside(), _recording(self.model.model.layers) as calls:
             for window in windows:
-                self.model.model(input_ids=window[None], use_cache=False)
+                self.model.model(input_ids=window[None].to(self.device), use_cache=False)
                 first, seen = calls[0][0], [call for _, call in calls]
-                hidden.append(first)
                 if not self._calls:
                     self._calls = seen
                 if not _same(self._calls, seen):
@@ -102,7 +114,7 @@ class LayerRunner:
                         "more than hidden states that depends on the tokens, which is not supported"
                     )
                 calls.clear()
-        return torch.cat(hidden)
+                yield first[0]
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -125,7 +137,7 @@ class LayerRunner:
 
         def behind(window: Tensor, hidden: Tensor) -> Tensor:
             with _giving(self.model.model.layers, hidden[None]):
-                logits: Tensor = self.model(input_ids=window[None], use_cache=False).logits
+                logits: Tensor = self.model(input_ids=window[None].to(self.device), use_cache=False).logits
             return logits[0].float()
 
         with self.outside(), self.head():
@@ -143,7 +155,7 @@ class LayerRunner:
             head.to("meta")
 
     @torch.no_grad()
-    def run_head(self, windows: Tensor, hidden: Tensor) -> None:
+    def run_head(self, windows: Tensor, hidden: HiddenStates) -> None:
         """Bring what the last layer makes of windows [S, L], `hidden` [S, L, hidden], to the head.
 
         The head computes nothing, so no weights of it are needed: what watches it sees its inputs.
@@ -153,8 +165,8 @@ class LayerRunner:
             head.forward = lambda x: x.new_zeros(())
             undo.callback(delattr, head, "forward")
             for window, state in zip(windows, hidden, strict=True):
-                with _giving(self.model.model.layers, state[None]):
-                    self.model(input_ids=window[None], use_cache=False)
+                with _giving(self.model.model.layers, state[None].to(self.device)):
+                    self.model(input_ids=window[None].to(self.device), use_cache=False)
 
     @contextmanager
     def layer(self, index: int, weights: Weights) -> Iterator[nn.Module]:
@@ -171,13 +183,18 @@ class LayerRunner:
 
     @torch.no_grad()
     def run(
-        self, index: int, hidden: Tensor, cache: KvRanges | KvRounding | None = None, *, exact: bool = False
+        self,
+        index: int,
+        hidden: Iterable[Tensor],
+        cache: KvRanges | KvRounding | None = None,
+        *,
+        exact: bool = False,
     ) -> Iterator[Tensor]:
         """Run the loaded layer `index` on hidden states [S, L, hidden]: its output [1, L, hidden] for each
         window in turn. Keys and values pass through `cache`; `exact` overrules `fast`."""
         for window in hidden:
-            with torch.autocast("cpu", torch.bfloat16, enabled=self._fast and not exact):
-                output = self.call(index, window, cache)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self._fast and not exact):
+                output = self.call(index, window.to(self.device), cache)
             yield output
 
     def call(self, index: int, window: Tensor, cache: KvRanges | KvRounding | None = None) -> Tensor:
@@ -198,7 +215,7 @@ class LayerRunner:
             "values, so its scales cannot be calibrated; drop quantization.kv_cache"
         )
 
-    def advance(self, index: int, hidden: Tensor, cache: KvRanges | KvRounding | None = None) -> None:
+    def advance(self, index: int, hidden: HiddenStates, cache: KvRanges | KvRounding | None = None) -> None:
         """Replace the hidden states by what the loaded layer `index` makes of them, in place."""
         for row, output in enumerate(self.run(index, hidden, cache)):
             hidden[row] = output[0]
@@ -206,7 +223,7 @@ class LayerRunner:
     def update(self, index: int, window: Tensor) -> Tensor:
         """What the loaded layer `index` adds to the hidden states [L, hidden] of one window, in float32."""
         output = next(self.run(index, window[None], exact=True))
-        return output[0] - window
+        return output[0] - window.to(self.device)
 
     def _load(self, part: nn.Module, prefix: str, weights: Weights) -> None:
         stored = set(part.state_dict())
@@ -220,7 +237,7 @@ class LayerRunner:
                 *module.named_buffers(recurse=False),
             ]:
                 if scope + name in stored:
-                    tensor = _checked(f"{prefix}.{scope}{name}", value.shape, weights)
+                    tensor = _checked(f"{prefix}.{scope}{name}", value.shape, weights, self.device)
                     is_parameter = isinstance(value, nn.Parameter)
                     setattr(
                         module, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
@@ -233,14 +250,20 @@ class LayerRunner:
         are not touched by it.
         """
         for name in names:
-            setattr(module, name, torch.full_like(module.get_buffer(name), torch.nan, device="cpu"))
+            setattr(module, name, torch.full_like(module.get_buffer(name), torch.nan, device=self.device))
         self.model._init_weights(module)
         if any(bool(module.get_buffer(name).isnan().any()) for name in names):
             raise QtoolError(f"{where}: its buffers {', '.join(names)} cannot be computed from the config")
 
 
-def _checked(name: str, shape: torch.Size, weights: Weights) -> Tensor:
-    value = weights(name).to(torch.float32, copy=True)
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _checked(name: str, shape: torch.Size, weights: Weights, device: torch.device) -> Tensor:
+    value = weights(name).to(device, torch.float32, copy=True)
     if value.shape != shape:
         raise QtoolError(f"{name}: has shape {list(value.shape)}, wanted {list(shape)} as config.json says")
     if not bool(value.isfinite().all()):

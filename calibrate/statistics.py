@@ -39,6 +39,13 @@ class InputStatistics:
             self.tokens,
         )
 
+    def to(self, device: torch.device) -> "InputStatistics":
+        """The same on a device."""
+        if self.low.device == device:
+            return self
+        moved = (one.to(device) for one in (self.second_moment, self.mean_abs, self.low, self.high))
+        return InputStatistics(*moved, self.tokens)
+
     def output_power(self, weight: Tensor) -> float:
         """Mean over tokens of ``|weight x|²``, exactly: ``tr(W H Wᵀ)`` for weight [N, K]."""
         return float(((weight @ self.second_moment) * weight).sum(dtype=torch.float64))
@@ -67,10 +74,10 @@ _BLOCK = 256
 
 
 class _Sums:
-    def __init__(self, in_features: int) -> None:
-        self.second_moment = torch.zeros(in_features, in_features)
-        self.sum_abs = torch.zeros(in_features)
-        self.low = torch.full((in_features,), torch.inf)
+    def __init__(self, in_features: int, device: torch.device) -> None:
+        self.second_moment = torch.zeros(in_features, in_features, device=device)
+        self.sum_abs = torch.zeros(in_features, device=device)
+        self.low = torch.full((in_features,), torch.inf, device=device)
         self.high = -self.low
         self.tokens = 0
 
@@ -131,7 +138,7 @@ class Collector:
                 f"{name}: its input is NaN or infinite on the calibration text; check the weights"
             )
         if name not in self._sums:
-            self._sums[name] = _Sums(x.shape[-1])
+            self._sums[name] = _Sums(x.shape[-1], x.device)
         self._sums[name].add(x.reshape(-1, x.shape[-1]))
 
     def statistics(self) -> dict[str, InputStatistics]:

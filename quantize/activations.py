@@ -6,18 +6,20 @@ from qtool.core.fp4 import FP4_MAX
 from qtool.core.schemes import ActivationScheme
 
 
-def calibrated(scheme: ActivationScheme | None, seen: InputStatistics) -> Activation | None:
+def calibrated(scheme: ActivationScheme | None, seen: InputStatistics | None) -> Activation | None:
     """How a linear's inputs are rounded, by what it has seen: static schemes get the whole range of it.
 
-    None for a linear whose inputs are not rounded. Inputs of zero alone get scale 1.
+    None for a linear whose inputs are not rounded. Inputs of zero alone get scale 1. What rounds each token
+    by its own range may be unseen.
     """
     if scheme is None:
         return None
+    if scheme.dynamic and scheme.kind != "nvfp4":
+        return Activation(scheme)
+    assert seen is not None  # the plan saw to that
     largest = float(seen.max_abs.max())
     if scheme.kind == "nvfp4":
         return Activation(scheme, largest / (FP4_MAX * FP8_MAX) or 1.0)
-    if scheme.dynamic:
-        return Activation(scheme)
     if scheme.symmetric:
         steps = 2 * FP8_MAX if scheme.kind == "fp8" else 255.0
         return Activation(scheme, largest / (steps / 2) or 1.0)

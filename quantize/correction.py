@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from qtool.calibrate.hidden import HiddenStates
 from qtool.calibrate.layers import LayerRunner
 from qtool.calibrate.replay import Replay
 from qtool.calibrate.statistics import Collector, InputStatistics
@@ -35,20 +36,25 @@ class OutputError:
 
 @torch.no_grad()
 def measure_error(
-    runner: LayerRunner, index: int, hidden: Tensor, reference: Tensor, attention: Replay, module: str
+    runner: LayerRunner,
+    index: int,
+    hidden: HiddenStates,
+    reference: HiddenStates,
+    attention: Replay,
+    module: str,
 ) -> OutputError:
     """Run the loaded layer on `hidden` and hold its output to `reference`, both [S, L, hidden].
 
     `attention` holds what the layer's attention makes of `hidden`, if that is known.
     """
     linear, collector = runner.linears()[module], Collector()
-    cross = torch.zeros(linear.out_features, linear.in_features)
+    cross = torch.zeros(linear.out_features, linear.in_features, device=runner.device)
     inputs: list[Tensor] = []
     hook = linear.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     try:
         with attention.playing(), collector.watching({module: linear}):
             for wanted, output in zip(reference, runner.run(index, hidden), strict=True):
-                cross.addmm_((wanted - output[0]).T, inputs.pop().flatten(0, -2).float())
+                cross.addmm_((wanted.to(runner.device) - output[0]).T, inputs.pop().flatten(0, -2).float())
     finally:
         hook.remove()
     statistics = collector.statistics()[module]

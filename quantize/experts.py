@@ -28,12 +28,14 @@ def complete(
         if module not in whole and expert_of(module) is not None:
             alike = [seen for name, seen in statistics.items() if _role(name) == _role(module)]
             if alike:
+                device = alike[0].low.device
                 low, high = (
                     min(float(one.low.min()) for one in alike),
                     max(float(one.high.max()) for one in alike),
                 )
-                ends = torch.full((size,), low), torch.full((size,), high)
-                whole[module] = InputStatistics(torch.eye(size), torch.ones(size), *ends, tokens=0)
+                ends = torch.full((size,), low, device=device), torch.full((size,), high, device=device)
+                moment, mean = torch.eye(size, device=device), torch.ones(size, device=device)
+                whole[module] = InputStatistics(moment, mean, *ends, tokens=0)
     return whole
 
 

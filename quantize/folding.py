@@ -86,9 +86,9 @@ def _fits(source: nn.Module, reader: nn.Module) -> bool:
 
 
 def _is_exact(layer: nn.Module, absorber: Absorber, update: Callable[[], Tensor], expected: Tensor) -> bool:
-    in_features = len(layer.get_parameter(f"{absorber.source}.weight"))
+    source = layer.get_parameter(f"{absorber.source}.weight")
     # Powers of two, so that unfolding brings the weights back bit by bit.
-    scale = 2.0 ** (torch.arange(in_features) % 3 - 1)
+    scale = 2.0 ** (torch.arange(len(source), device=source.device) % 3 - 1)
     fold(layer, absorber, scale)
     difference = (update() - expected).norm(dim=-1)
     fold(layer, absorber, 1 / scale)

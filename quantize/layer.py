@@ -1,7 +1,7 @@
 """Quantize one layer: fold the channel scales that its methods ask for, then each linear by its method."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from qtool.quantize.methods.floats import shared_fp8_scale, shared_nvfp4_scale
 from qtool.quantize.methods.rtn import rtn
 from qtool.quantize.plan import Assignment, corrects
 from qtool.quantize.scaling import Folded, fold_scales
+from qtool.quantize.spread import spread
 
 _MOST_DB = 200.0
 """Reported for a linear that lost nothing at all."""
@@ -58,17 +59,21 @@ class LoadedLayer:
 
 @torch.no_grad()
 def quantize_layer(
-    layer: LoadedLayer, assigned: Mapping[str, Assignment], statistics: Mapping[str, InputStatistics]
+    layer: LoadedLayer,
+    assigned: Mapping[str, Assignment],
+    statistics: Mapping[str, InputStatistics],
+    devices: Sequence[torch.device],
 ) -> QuantizedLayer:
     """Quantize the linears that `assigned` lists by full name; `layer` is changed on the way.
 
-    `statistics` is what each of them sees; experts that saw too few tokens for their method are rounded to
-    nearest. Where a method corrects, the last linear is quantized after the others and aims at the output of
-    the full-precision model's layer.
+    `statistics` is what each of them sees, empty where the plan calibrates nothing; experts that saw too few
+    tokens for their method are rounded to nearest. Linears are spread over `devices`, each with the same
+    result on any. Where a method corrects, the last linear is quantized after the others and aims at the
+    output of the full-precision model's layer.
     """
     seen, poor = dict(statistics), starved(assigned, statistics)
     assigned = {**assigned, **poor}
-    before = {module: _rounded_db(layer, module, one, seen[module]) for module, one in assigned.items()}
+    before = {module: _rounded_db(layer, module, one, seen.get(module)) for module, one in assigned.items()}
     folded = fold_scales(layer.prefix, layer.module, assigned, seen, layer.dtypes, layer.update)
     tensors = {}
     for name, value in layer.module.state_dict().items():
@@ -77,22 +82,32 @@ def quantize_layer(
             tensors[full] = _stored(full, value, layer.dtypes[full])
     shared = {module: _shared_scale(layer, module, assigned) for module in assigned}
     closing = _closing(layer, assigned)
-    records = {}
-    for module in sorted(assigned, key=lambda name: name == closing):
-        assignment, weight, dtype = assigned[module], layer.weight(module), layer.dtypes[f"{module}.weight"]
+
+    @torch.no_grad()  # which each thread has to say for itself
+    def quantize(module: str, device: torch.device) -> LinearRecord:
+        assignment, weight, given = assigned[module], layer.weight(module), seen.get(module)
+        scale = shared[module]
         try:
             if module == closing:
-                weight, seen[module] = _aimed(layer, module, assignment)
-            chosen = quantize_linear(weight, seen[module], assignment, dtype, shared[module])
+                weight, given = _aimed(layer, module, assignment)
+            weight = weight.to(device)
+            given = None if given is None else given.to(device)
+            scale = None if scale is None else scale.to(device)
+            chosen = quantize_linear(weight, given, assignment, layer.dtypes[f"{module}.weight"], scale)
         except QtoolError as error:
             raise QtoolError(f"{module}: {error}") from error
-        activation = calibrated(assignment.activation, seen[module])
-        tensors |= compressed_tensors.encode(module, chosen.weight, activation)
-        after = _sqnr_db(weight, chosen.weight, seen[module])
-        records[module] = _record(assignment, chosen, seen[module], folded.get(module), before[module], after)
-        if module in poor:
-            records[module] = records[module].model_copy(update={"starved": True})
+        tensors.update(
+            compressed_tensors.encode(module, chosen.weight, calibrated(assignment.activation, given))
+        )
+        after = _sqnr_db(weight, chosen.weight, given)
         layer.weight(module).copy_(chosen.weight.dequantize())
+        record = _record(assignment, chosen, given, folded.get(module), before[module], after)
+        return record.model_copy(update={"starved": True}) if module in poor else record
+
+    free = [module for module in assigned if module != closing]
+    records = dict(zip(free, spread(free, devices, quantize), strict=True))
+    if closing is not None:
+        records[closing] = quantize(closing, devices[0])
     return QuantizedLayer(tensors, {module: records[module] for module in assigned})
 
 
@@ -139,7 +154,7 @@ def _stored(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
 def _record(
     assignment: Assignment,
     chosen: Chosen,
-    seen: InputStatistics,
+    seen: InputStatistics | None,
     folded: Folded | None,
     before_db: float,
     after_db: float,
@@ -151,8 +166,8 @@ def _record(
         num_bits=scheme.num_bits,
         group_size=None if isinstance(scheme, Fp8Scheme) else scheme.group_size,
         symmetric=not isinstance(scheme, IntScheme) or scheme.symmetric,
-        tokens=seen.tokens,
-        dead_inputs=int((seen.max_abs == 0).sum()),
+        tokens=seen.tokens if seen else 0,
+        dead_inputs=int((seen.max_abs == 0).sum()) if seen else 0,
         sqnr_rtn_db=before_db,
         sqnr_db=after_db,
         clip_ratio=chosen.clip_ratio,
@@ -161,14 +176,22 @@ def _record(
     )
 
 
-def _rounded_db(layer: LoadedLayer, module: str, assignment: Assignment, seen: InputStatistics) -> float:
+def _rounded_db(
+    layer: LoadedLayer, module: str, assignment: Assignment, seen: InputStatistics | None
+) -> float:
     """What the linear would lose without any method."""
     weight = layer.weight(module)
     return _sqnr_db(weight, rtn(weight, assignment.scheme, layer.dtypes[f"{module}.weight"]), seen)
 
 
-def _sqnr_db(weight: Tensor, quantized: Quantized, seen: InputStatistics) -> float:
-    signal, noise = seen.output_power(weight), seen.output_power(quantized.dequantize() - weight)
+def _sqnr_db(weight: Tensor, quantized: Quantized, seen: InputStatistics | None) -> float:
+    power = seen.output_power if seen else _power
+    signal, noise = power(weight), power(quantized.dequantize() - weight)
     if noise <= signal * 10 ** (-_MOST_DB / 10):
         return _MOST_DB
     return 10 * math.log10(signal / noise) if signal > 0 else -_MOST_DB
+
+
+def _power(weight: Tensor) -> float:
+    """Of the output for inputs that are noise of power 1."""
+    return float(weight.square().sum(dtype=torch.float64))

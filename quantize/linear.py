@@ -27,20 +27,21 @@ class Chosen:
 
 def quantize_linear(
     weight: Tensor,
-    seen: InputStatistics,
+    seen: InputStatistics | None,
     assignment: Assignment,
     dtype: torch.dtype,
     shared: Tensor | None = None,
 ) -> Chosen:
     """Quantize a weight [N, K] that carries its channel scales; integer scales are stored in `dtype`.
 
-    `shared` is the tensor's scale that fused linears have in common, see `methods.floats`. Raises QtoolError
-    for inputs whose Hessian cannot be inverted.
+    What the method does not go by may be unseen. `shared` is the tensor's scale that fused linears have in
+    common, see `methods.floats`. Raises QtoolError for inputs whose Hessian cannot be inverted.
     """
     method, scheme = assignment.method, assignment.scheme
+    if isinstance(method, Rtn | SmoothQuant):
+        return Chosen(rtn(weight, scheme, dtype, search=method.search_range, shared=shared), method.name)
+    assert seen is not None  # the plan saw to that
     match method:
-        case Rtn() | SmoothQuant():
-            return Chosen(rtn(weight, scheme, dtype, search=method.search_range, shared=shared), method.name)
         case Awq():
             return Chosen(*_awq(weight, seen, assignment, dtype, shared, clip=method.clip))
         case Gptq() | AwqGptq():

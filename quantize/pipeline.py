@@ -5,19 +5,21 @@ import json
 import resource
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from qtool.calibrate.experts import routers
-from qtool.calibrate.layers import LayerRunner
+from qtool.calibrate.layers import CPU, LayerRunner
 from qtool.calibrate.skeleton import HEAD, PREFIX
 from qtool.calibrate.windows import check_vocabulary, recipe_windows
 from qtool.core.checkpoint import COMPANIONS, Checkpoint
 from qtool.core.files import refuse_existing, sha256
 from qtool.core.formats import compressed_tensors
 from qtool.core.manifest import Manifest, versions
+from qtool.core.memory import available_memory
 from qtool.core.recipe import Quantization, Recipe, matches
 from qtool.errors import UsageError
 from qtool.quantize.auto import in_features, kept_allocation, shared_out
@@ -28,6 +30,9 @@ from qtool.quantize.work import WorkFolder, lazy, work_folder
 from qtool.quantize.writing import write_weights
 
 _SHARD_BYTES = 4_000_000_000
+_HIDDEN_SHARE = 4
+"""Hidden states may take one part in so many of the memory: a layer in float32 and the Hessian of its widest
+linear want the rest."""
 
 
 def quantize_checkpoint(
@@ -37,30 +42,35 @@ def quantize_checkpoint(
     *,
     progress: Report = silent,
     shard_bytes: int = _SHARD_BYTES,
+    max_memory: int | None = None,
+    devices: Sequence[torch.device] = (CPU,),
 ) -> Manifest:
     """Quantize the checkpoint folder as `recipe` says and write a new one at `output`.
 
-    Memory holds a layer or two and the windows' hidden states, never the whole model. Finished layers wait
-    in ``OUTPUT.partial``, so the same call after a crash resumes there and ends with the same bytes; `output`
-    appears whole, at the end. Raises UsageError for a recipe that does not fit the model, an output that
-    exists or is being written by another run, and QtoolError for a damaged checkpoint or a full disk.
+    Memory holds a layer or two and the windows' hidden states, never the whole model; on disk are the states
+    that would take more than a quarter of `max_memory` bytes, which are what is available if none are given.
+    Layers run on the first of `devices`, and the linears of each are spread over all of them. Finished layers
+    wait in ``OUTPUT.partial``, so the same call after a crash resumes there and ends with the same bytes;
+    `output` appears whole, at the end. Raises UsageError for a recipe that does not fit the model, an output
+    that exists or is being written by another run, and QtoolError for a damaged checkpoint or a full disk.
     """
     started = time.monotonic()
     refuse_existing(output)
     source = Checkpoint(checkpoint)
     if source.format is not None:
         raise UsageError(f"{checkpoint}: is quantized already; name the checkpoint that it was made from")
-    runner = LayerRunner(source, fast=True)
+    runner = LayerRunner(source, fast=True, device=devices[0])
     plan = _plan(recipe, runner)
     windows, text_digest = recipe_windows(source, recipe.calibration)
     check_vocabulary(windows, runner.vocab_size, checkpoint)
     inputs = {path.name: sha256(path) for path in source.files} | {recipe.calibration.dataset: text_digest}
-    with work_folder(output, _fingerprint(recipe, inputs)) as work:
+    with work_folder(output, _fingerprint(recipe, inputs, devices[0])) as work:
         allocation = None
         if recipe.quantization.auto is not None:
             allocation = kept_allocation(source, windows, recipe, work, progress)
             plan = shared_out(plan, recipe.quantization, allocation, in_features(runner))
-        records = run_layers(runner, windows, plan, work, progress)
+        spill = work.path if _outgrow(runner, windows, plan, max_memory) else None
+        records = run_layers(runner, windows, plan, work, progress, spill=spill, devices=devices)
         folder = work.new_checkpoint()
         _write_checkpoint(runner, plan, work, folder, shard_bytes)
         manifest = Manifest(
@@ -118,8 +128,21 @@ def _refuse_plain(quantization: Quantization, runner: LayerRunner) -> None:
             )
 
 
-def _fingerprint(recipe: Recipe, inputs: Mapping[str, str]) -> str:
-    everything = {"recipe": recipe.model_dump(mode="json"), "inputs": dict(inputs), "versions": versions()}
+def _outgrow(runner: LayerRunner, windows: Tensor, plan: Plan, max_memory: int | None) -> bool:
+    """Whether hidden states would take more memory than their share: once as they are, once as what attention
+    makes of them, and where errors are corrected once more for the full-precision model."""
+    states = windows.numel() * runner.hidden_size * torch.float32.itemsize * (3 if plan.corrects else 2)
+    return states > (available_memory() if max_memory is None else max_memory) / _HIDDEN_SHARE
+
+
+def _fingerprint(recipe: Recipe, inputs: Mapping[str, str], device: torch.device) -> str:
+    """Of what decides the bytes that come out. GPUs and CPUs sum up in orders of their own."""
+    everything = {
+        "recipe": recipe.model_dump(mode="json"),
+        "inputs": dict(inputs),
+        "versions": versions(),
+        "device": device.type,
+    }
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qtool.calibrate.experts import expert_of
-from qtool.core.recipe import AwqGptq, Gptq, GptqOptions, Method, Quantization, matches
+from qtool.calibrate.skeleton import HEAD
+from qtool.core.recipe import AwqGptq, Gptq, GptqOptions, Method, Quantization, Rtn, matches
 from qtool.core.recipe_schemes import WeightFormat
 from qtool.core.schemes import ActivationScheme, IntScheme, KvCacheScheme, LinearScheme, WeightScheme
 from qtool.errors import UsageError, nearest
@@ -40,6 +41,17 @@ class Plan:
     def corrects(self) -> bool:
         """Whether some linear makes up for errors, so that the full-precision model has to run beside."""
         return any(corrects(one.method) for one in self.assigned.values())
+
+    def calibrates(self, part: str) -> bool:
+        """Whether the calibration text has to reach a part of the model, such as ``model.layers.0``: where
+        neither its keys and values nor a linear of it go by what they see, weights tell everything."""
+        within = [one for name, one in self.assigned.items() if f"{name}.".startswith(f"{part}.")]
+        return any(map(_calibrates, within)) or (self.kv_cache is not None and part != HEAD)
+
+
+def _calibrates(one: Assignment) -> bool:
+    rounded = one.activation is not None and (not one.activation.dynamic or one.activation.kind == "nvfp4")
+    return rounded or not isinstance(one.method, Rtn)
 
 
 def corrects(method: Method) -> bool:

@@ -1,15 +1,17 @@
 """Take calibration windows through a model, quantizing each layer for what the layers before it make."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from qtool.calibrate.experts import showing_all
+from qtool.calibrate.hidden import HiddenStates, hold
 from qtool.calibrate.kv import KvRanges, KvRounding
-from qtool.calibrate.layers import LayerRunner, checkpoint_weights
+from qtool.calibrate.layers import CPU, LayerRunner, checkpoint_weights
 from qtool.calibrate.replay import Replay
 from qtool.calibrate.skeleton import COMPUTED, HEAD, PREFIX
 from qtool.calibrate.statistics import Collector, InputStatistics
@@ -28,35 +30,55 @@ from qtool.quantize.work import WorkFolder, attention_of
 
 
 def run_layers(
-    runner: LayerRunner, windows: Tensor, plan: Plan, work: WorkFolder, progress: Report
+    runner: LayerRunner,
+    windows: Tensor,
+    plan: Plan,
+    work: WorkFolder,
+    progress: Report,
+    *,
+    spill: Path | None = None,
+    devices: Sequence[torch.device] = (CPU,),
 ) -> dict[str, LinearRecord]:
-    """Finish every layer that `work` does not hold yet, and then the head; the records of all of them."""
-    last, head = len(runner) - 1, plan.assigned.get(HEAD)
+    """Finish every layer that `work` does not hold yet, and then the head; the records of all of them.
+
+    Hidden states are in memory, or in files in the folder `spill`. They are taken no further than to the last
+    part that the plan calibrates. The linears of a layer are spread over `devices`.
+    """
+    head, depth = plan.assigned.get(HEAD), _depth(plan, len(runner))
     total = len(runner) + (head is not None)
     progress(0, total, None)
-    hidden = runner.embed(windows)
-    reference = hidden.clone() if plan.corrects else None
+    hidden = hold(runner.embedded(windows), len(windows), spill) if depth else torch.empty(0)
+    reference = hold(hidden, len(hidden), spill) if plan.corrects else None
     records: dict[str, LinearRecord] = {}
     for index in range(len(runner)):
-        attention = _attention(runner, index, plan)
+        # What attention gives is as large as the hidden states: where those are on disk, it is computed anew.
+        attention = _attention(runner, index, plan) if spill is None else Replay(None)
+        corrected = reference if index < depth else None
         if not work.has(index):
-            work.save(index, _quantize_layer(runner, index, hidden, reference, plan, attention))
-        elif reference is not None:
+            work.save(index, _quantize_layer(runner, index, hidden, corrected, plan, attention, devices))
+        elif corrected is not None:
             with runner.layer(index, checkpoint_weights(runner.checkpoint)):
-                runner.advance(index, reference)
+                runner.advance(index, corrected)
         finished = work.records(index)
         records |= finished
-        if index < last or head is not None:
+        if index + 1 < depth:
             with attention.playing():
                 _advance(runner, index, hidden, plan, work)
         progress(index + 1, total, _mean_db(finished))
     if head is not None:
-        if not work.has(last + 1):
-            work.save(last + 1, quantize_head(runner, windows, hidden, head))
-        finished = work.records(last + 1)
+        if not work.has(len(runner)):
+            seen = hidden if plan.calibrates(HEAD) else None
+            work.save(len(runner), quantize_head(runner, windows, seen, head))
+        finished = work.records(len(runner))
         records |= finished
         progress(total, total, _mean_db(finished))
     return records
+
+
+def _depth(plan: Plan, layers: int) -> int:
+    """How many layers the calibration text has to come to, the head counted as the last; 0: to none."""
+    parts = [*(f"{PREFIX}.{index}" for index in range(layers)), HEAD]
+    return max((place for place, part in enumerate(parts, 1) if plan.calibrates(part)), default=0)
 
 
 def _mean_db(records: Mapping[str, LinearRecord]) -> float | None:
@@ -70,7 +92,7 @@ def _attention(runner: LayerRunner, index: int, plan: Plan) -> Replay:
     return Replay(None if changed else dict(runner.model.named_modules()).get(name))
 
 
-def _advance(runner: LayerRunner, index: int, hidden: Tensor, plan: Plan, work: WorkFolder) -> None:
+def _advance(runner: LayerRunner, index: int, hidden: HiddenStates, plan: Plan, work: WorkFolder) -> None:
     """Take the hidden states through a finished layer, rounding what an engine will round."""
     with runner.layer(index, work.weights(index, plan.assigned)):
         linears = runner.linears()
@@ -85,10 +107,11 @@ def _advance(runner: LayerRunner, index: int, hidden: Tensor, plan: Plan, work: 
 def _quantize_layer(
     runner: LayerRunner,
     index: int,
-    hidden: Tensor,
-    reference: Tensor | None,
+    hidden: HiddenStates,
+    reference: HiddenStates | None,
     plan: Plan,
     attention: Replay,
+    devices: Sequence[torch.device],
 ) -> QuantizedLayer:
     """Quantize layer `index`, given what comes to it; `reference` is taken through it as it was."""
     prefix = f"{PREFIX}.{index}"
@@ -99,6 +122,7 @@ def _quantize_layer(
         output_error = None
         if reference is not None:
             runner.advance(index, reference)
+        if reference is not None and plan.calibrates(prefix):
             output_error = partial(measure_error, runner, index, hidden, reference, attention)
         layer = LoadedLayer(
             prefix,
@@ -107,21 +131,23 @@ def _quantize_layer(
             lambda: runner.update(index, hidden[0]),
             output_error,
         )
-        quantized = quantize_layer(layer, chosen, statistics)
+        quantized = quantize_layer(layer, chosen, statistics, devices)
     return QuantizedLayer(quantized.tensors | kv_scales, quantized.records)
 
 
 def _calibrate(
-    runner: LayerRunner, index: int, hidden: Tensor, chosen: Mapping[str, Assignment], plan: Plan
+    runner: LayerRunner, index: int, hidden: HiddenStates, chosen: Mapping[str, Assignment], plan: Plan
 ) -> tuple[dict[str, InputStatistics], dict[str, Tensor]]:
     """What the linears of the loaded layer see, and the tensors that hold the scales of its KV cache."""
+    if not plan.calibrates(f"{PREFIX}.{index}"):
+        return {}, {}
     collector, ranges = Collector(), KvRanges() if plan.kv_cache is not None else None
     linears = runner.linears()
     with ExitStack() as watched:
         watched.enter_context(collector.watching({module: linears[module] for module in chosen}))
         if plan.all_experts:
             watched.enter_context(showing_all(runner.model.model.layers[index]))
-        for _ in runner.run(index, hidden if chosen or ranges else hidden[:0], ranges):
+        for _ in runner.run(index, hidden, ranges):
             pass
     statistics = complete(collector.statistics(), {module: linears[module].in_features for module in chosen})
     unseen = next((module for module in chosen if module not in statistics), None)

@@ -63,7 +63,7 @@ def write_safetensors(path: Path, tensors: Sequence[LazyTensor], metadata: dict[
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in ordered:
-            file.write(tensor.read().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.write(tensor.read().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def write_weights(folder: Path, tensors: Sequence[LazyTensor], shard_bytes: int) -> None:

@@ -54,8 +54,8 @@ def _search_rows(
     weight: Tensor, scheme: IntScheme, dtype: torch.dtype, power: Callable[[Tensor], Tensor]
 ) -> Tensor:
     values = grouped(weight, scheme)
-    best_error = torch.full(values.shape[:2], torch.inf)
-    best_ratio = torch.ones(values.shape[:2])
+    best_error = torch.full(values.shape[:2], torch.inf, device=values.device)
+    best_ratio = torch.ones(values.shape[:2], device=values.device)
     for ratio in _ratios(scheme):
         rounded = fit_grid(weight, scheme, dtype, ratio).fake_quantize(weight)
         error = power(grouped(rounded, scheme) - values)
@@ -69,5 +69,5 @@ def _diagonal_blocks(second_moment: Tensor, groups: int) -> Tensor:
     """[G, g, g] from [K, K]."""
     size = len(second_moment) // groups
     blocks = second_moment.view(groups, size, groups, size)
-    index = torch.arange(groups)
+    index = torch.arange(groups, device=second_moment.device)
     return blocks[index, :, index]

@@ -52,7 +52,7 @@ def shared_nvfp4_scale(weights: Sequence[Tensor]) -> Tensor:
     """
     largest = _largest(weights).double()
     if largest == 0:
-        return torch.ones(1, dtype=torch.float64)
+        return torch.ones(1, dtype=torch.float64, device=largest.device)
     return torch.exp2(torch.ceil(torch.log2(largest / (FP4_MAX * FP8_MAX)))).view(1)
 
 
@@ -85,7 +85,7 @@ def quantize_mxfp4(weight: Tensor, *, importance: Tensor | None = None) -> Fp4Te
     largest = blocks.abs().amax(-1)
     exponent = torch.where(largest == 0, 0.0, torch.floor(torch.log2(largest)) - 2)
     candidates = (_e8m0(exponent + step) for step in (0, 1))
-    scale = _best(blocks, candidates, torch.ones(1).to(weight), importance)
+    scale = _best(blocks, candidates, torch.ones(1, device=weight.device).to(weight), importance)
     return Fp4Tensor(fp4_codes((blocks / scale.float()[..., None]).flatten(1)), scale, None, scheme)
 
 

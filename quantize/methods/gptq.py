@@ -33,12 +33,12 @@ def gptq(
     Raises QtoolError when no damping makes the Hessian invertible.
     """
     hessian = shrunk(statistics)
-    order = torch.arange(weight.shape[1])
+    order = torch.arange(weight.shape[1], device=weight.device)
     if options.activation_order:
         order = hessian.diagonal().argsort(descending=True, stable=True)
     damping, factor = inverse_factor(hessian[order][:, order], options.damping)
     if options.search_range:
-        importance = torch.empty(len(order))
+        importance = torch.empty(len(order), device=weight.device)
         importance[order] = factor.diagonal() ** -2
         grid = search_range(weight, scheme, dtype, importance)
     else:
@@ -88,7 +88,7 @@ def _round_columns(
             codes[column] = code
             block[place + 1 :].addr_(inner[place, place + 1 :], errors[place], alpha=-1)
         remaining[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
-    original = torch.empty(weight.shape, dtype=torch.int8)
+    original = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     original[:, order] = codes.T.to(torch.int8)
     return QuantizedTensor(original, grid.scale, grid.zero_point, scheme)
 

@@ -47,7 +47,7 @@ def refit_scales(weight: Tensor, quantized: QuantizedTensor, hessian: Tensor) ->
 def _least_squares(weight: Tensor, centred: Tensor, old: Tensor, hessian: Tensor) -> Tensor:
     out_features, groups = old.shape
     size = weight.shape[1] // groups
-    products = torch.empty(out_features, groups, groups)
+    products = torch.empty(out_features, groups, groups, device=old.device)
     for group in range(groups):
         columns = slice(group * size, (group + 1) * size)
         made = centred[:, columns] @ hessian[columns]

@@ -1,8 +1,6 @@
 """How many blocks a KV pool gets."""
 
-import os
-from pathlib import Path
-
+from qtool.core.memory import available_memory
 from qtool.errors import UsageError
 
 DEFAULT_TOKENS = 32_768
@@ -16,18 +14,8 @@ def num_blocks(kv_cache_tokens: int | None, block_size: int, bytes_per_token: in
     those are fewer. Raises UsageError for a number below 1.
     """
     if kv_cache_tokens is None:
-        affordable = int(_available_memory() * _SHARE) // bytes_per_token
+        affordable = int(available_memory() * _SHARE) // bytes_per_token
         kv_cache_tokens = max(min(DEFAULT_TOKENS, affordable), 1)
     if kv_cache_tokens < 1:
         raise UsageError(f"kv_cache_tokens is {kv_cache_tokens}, wanted at least 1")
     return -(-kv_cache_tokens // block_size)
-
-
-def _available_memory() -> int:
-    """Bytes that can be used without swapping, as the kernel estimates; half of all where it does not."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        for line in meminfo.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -56,7 +56,7 @@ def test_a_tied_head_gets_a_matrix_of_its_own_that_transformers_loads(tiny: Path
     manifest = json.loads((eight_bits / "qtool_manifest.json").read_text())
     assert manifest["untied_head"] is True
     assert list(manifest["linears"]) == ["lm_head"]
-    assert manifest["linears"]["lm_head"]["tokens"] == 5 * 24
+    assert manifest["linears"]["lm_head"]["tokens"] == 0  # rounding to nearest looks at none
 
     dense = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     hidden = dense.model(tokens()).last_hidden_state

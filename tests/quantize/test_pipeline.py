@@ -160,7 +160,7 @@ def test_a_dead_input_and_a_group_of_zeros_harm_no_method(
     save_file(tensors, tiny_copy / "model.safetensors", {"format": "pt"})
     manifest = quantize_checkpoint(tiny_copy, recipe_of(text, method), tmp_path / "out")
     gate = manifest.linears["model.layers.1.mlp.gate_proj"]
-    assert gate.dead_inputs == 1
+    assert gate.dead_inputs == (method != "rtn")  # which looks at no inputs
     assert gate.sqnr_db > 10
     written = Checkpoint(tmp_path / "out").linear("model.layers.1.mlp.gate_proj").dense()
     assert bool(written.isfinite().all())
