@@ -1,6 +1,10 @@
 """The hidden states of all calibration windows, on disk where memory is better spent on something else."""
 
+import errno
+import math
+import os
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -8,8 +12,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from qtool.errors import QtoolError
 
 
 class HiddenStates(Protocol):
@@ -28,12 +30,15 @@ class SpilledStates:
     """Hidden states in a file in `folder` that has no name, so that none is left when the run is killed.
 
     Written and read a window at a time instead of mapped: what was touched of a mapping counts as the
-    process's memory, and a disk that is full would end the process instead of raising an OSError.
+    process's memory, and a disk that is full would end the process. Raises OSError, before any work, for a
+    disk that has no room for all of them.
     """
 
     def __init__(self, folder: Path, count: int, shape: tuple[int, ...]) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed, and so gone, with the states)
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (closed with the states)
+        weakref.finalize(self, self._file.close)
         self._count, self._shape = count, shape
+        os.posix_fallocate(self._file.fileno(), 0, count * math.prod(shape) * torch.float32.itemsize)
 
     def __len__(self) -> int:
         return self._count
@@ -43,18 +48,20 @@ class SpilledStates:
 
     def __getitem__(self, window: int, /) -> Tensor:
         state = torch.empty(self._shape, device="cpu")
-        if self._file.readinto(self._place(window, state)) != state.nbytes:
-            raise QtoolError(f"{self._file.name}: hidden states cannot be read back; is the disk damaged?")
+        count = os.preadv(self._file.fileno(), [self._bytes(state)], window * state.nbytes)
+        if count != state.nbytes:
+            raise OSError(errno.EIO, f"read {count} of {state.nbytes} bytes of hidden states")
         return state
 
     def __setitem__(self, window: int, state: Tensor, /) -> None:
-        self._file.write(self._place(window, state.to("cpu", torch.float32).contiguous()))
-        self._file.flush()  # a full disk is to be told of here, and not when the file is closed
+        state = state.to("cpu", torch.float32).contiguous()
+        count = os.pwrite(self._file.fileno(), self._bytes(state), window * state.nbytes)
+        if count != state.nbytes:
+            raise OSError(errno.EIO, f"wrote {count} of {state.nbytes} bytes of hidden states")
 
-    def _place(self, window: int, state: Tensor) -> memoryview:
-        """Go to where a window's state begins; the bytes of `state`."""
-        self._file.seek(window * state.nbytes)
-        return memoryview(state.numpy()).cast("B")
+    @staticmethod
+    def _bytes(state: Tensor) -> memoryview:
+        return state.numpy().data.cast("B")
 
 
 def hold(states: Iterable[Tensor], count: int, folder: Path | None) -> HiddenStates:

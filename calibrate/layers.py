@@ -258,7 +258,7 @@ class LayerRunner:
 
 def _multiplies_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

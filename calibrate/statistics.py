@@ -43,8 +43,13 @@ class InputStatistics:
         """The same on a device."""
         if self.low.device == device:
             return self
-        moved = (one.to(device) for one in (self.second_moment, self.mean_abs, self.low, self.high))
-        return InputStatistics(*moved, self.tokens)
+        return InputStatistics(
+            self.second_moment.to(device),
+            self.mean_abs.to(device),
+            self.low.to(device),
+            self.high.to(device),
+            self.tokens,
+        )
 
     def output_power(self, weight: Tensor) -> float:
         """Mean over tokens of ``|weight x|²``, exactly: ``tr(W H Wᵀ)`` for weight [N, K]."""

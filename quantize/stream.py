@@ -47,7 +47,7 @@ def run_layers(
     head, depth = plan.assigned.get(HEAD), _depth(plan, len(runner))
     total = len(runner) + (head is not None)
     progress(0, total, None)
-    hidden = hold(runner.embedded(windows), len(windows), spill) if depth else torch.empty(0)
+    hidden = hold(runner.embedded(windows), len(windows), spill) if depth else torch.empty(0, device="cpu")
     reference = hold(hidden, len(hidden), spill) if plan.corrects else None
     records: dict[str, LinearRecord] = {}
     for index in range(len(runner)):
