@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qtool.compile.abilities import check_dynamic_quantization, check_schemes
+from qtool.compile.backends.tensorrt.profiles import check_limits
 from qtool.compile.config import DecoderConfig, read_config
 from qtool.compile.engine import EngineSpec, own_files
 from qtool.compile.heads.build import write_head
@@ -65,11 +66,8 @@ def compile_engine(
     if head is not None and draft is not None:
         warn_of_another_target(head.config, draft, checkpoint)
         layers = tuple(dict.fromkeys((*layers, *head.config.hidden_layers)))
-    if tensorrt is not None and (tensorrt.max_context or 0) > config.max_context:
-        raise UsageError(
-            f"{checkpoint}: was made for {config.max_context} positions, max_context is "
-            f"{tensorrt.max_context}; take as many or fewer"
-        )
+    if tensorrt is not None:
+        check_limits(tensorrt, config, checkpoint)
     check_schemes(source, target, TARGETS[target].abilities)
     if openvino is not None and openvino.dynamic_quantization is not None:
         check_dynamic_quantization(source, openvino.dynamic_quantization)

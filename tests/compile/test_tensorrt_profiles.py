@@ -1,12 +1,13 @@
 """The bounds of calls, and which GPUs an engine can be built for."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from qtool.compile.backends.tensorrt.flavour import FLAVOURS, Flavour, capabilities, check_gpu, load
-from qtool.compile.backends.tensorrt.profiles import Range, plan_profiles
+from qtool.compile.backends.tensorrt.profiles import Range, check_limits, plan_profiles
 from qtool.compile.config import DecoderConfig, read_config
 from qtool.core.recipe import TensorRtOptions
 from qtool.errors import QtoolError, UsageError
@@ -87,3 +88,16 @@ def test_a_library_that_is_missing_is_named_with_its_extra() -> None:
     missing = Flavour("tensorrt-xyz", ("no_such_module", "nor_this_one"), "tensorrt-xyz", (80,))
     with pytest.raises(QtoolError, match=r"nor_this_one.*pip install -e '\.\[tensorrt-xyz\]'"):
         load(missing)
+
+
+def test_more_drafts_than_a_sequence_has_tokens_are_refused(config: DecoderConfig) -> None:
+    folder = Path("model")
+    check_limits(TensorRtOptions(max_context=200, draft_tokens=199), config, folder)
+    for options in (TensorRtOptions(max_context=200, draft_tokens=200), TensorRtOptions(draft_tokens=999999)):
+        with pytest.raises(UsageError, match=r"take (199|511) or fewer"):
+            check_limits(options, config, folder)
+
+
+def test_more_logits_than_a_tensor_holds_are_refused(config: DecoderConfig) -> None:
+    with pytest.raises(UsageError, match="lower max_num_seqs or draft_tokens"):
+        check_limits(TensorRtOptions(max_num_seqs=2**31, draft_tokens=4), config, Path("model"))

@@ -6,11 +6,13 @@ each, M blocks of past, R rows of logits and F rows of hidden states.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from qtool.compile.backends.tensorrt.info import Kind
 from qtool.compile.config import DecoderConfig
 from qtool.core.recipe import TensorRtOptions
+from qtool.errors import UsageError
 
 Size = int | str
 """Of a dimension: a number, or the name of a size."""
@@ -37,6 +39,27 @@ class Profile:
             tuple(size if isinstance(size, int) else self.sizes[size][bound] for size in dimensions)
             for bound in range(3)
         ]
+
+
+def check_limits(options: TensorRtOptions, config: DecoderConfig, checkpoint: Path) -> None:
+    """Raise UsageError for calls that no sequence has room for, or with more logits than a tensor."""
+    if (options.max_context or 0) > config.max_context:
+        raise UsageError(
+            f"{checkpoint}: was made for {config.max_context} positions, max_context is "
+            f"{options.max_context}; take as many or fewer"
+        )
+    context, width = options.max_context or config.max_context, options.draft_tokens + 1
+    if width > context:
+        raise UsageError(
+            f"{checkpoint}: draft_tokens is {options.draft_tokens}, but a sequence has {context} tokens at "
+            f"most, and one of them is before its drafts; take {context - 1} or fewer"
+        )
+    if options.max_num_seqs * width * config.vocab_size > _MAX_ELEMENTS:
+        raise UsageError(
+            f"{checkpoint}: {options.max_num_seqs} sequences with draft_tokens {options.draft_tokens} have "
+            f"more logits in one call than TensorRT counts in a tensor ({_MAX_ELEMENTS:,}); lower "
+            "max_num_seqs or draft_tokens"
+        )
 
 
 def plan_profiles(options: TensorRtOptions, config: DecoderConfig, block_size: int) -> list[Profile]:
