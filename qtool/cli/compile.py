@@ -130,8 +130,7 @@ def compile_(
 
 def _verify(engine: Path, checkpoint: Path) -> None:
     """Print the drift of the compiled graph; the engine stays whatever comes of it."""
-    from rich.console import Console
-
+    from qtool.cli.output import stdout_console
     from qtool.cli.progress import progress_bar
     from qtool.errors import QtoolError
     from qtool.eval.verify import NUM_WINDOWS, verify
@@ -141,7 +140,7 @@ def _verify(engine: Path, checkpoint: Path) -> None:
             report = verify(engine, checkpoint, on_window=advance)
     except QtoolError as error:
         raise QtoolError(f"{engine}: is built and was kept, but verifying it failed: {error}") from error
-    Console().print(report.table())
+    stdout_console().print(report.table())
 
 
 def _with_onnx(options: "TensorRtOptions | None") -> "TensorRtOptions":

@@ -28,15 +28,14 @@ def diff(
     """
     import json
 
-    from rich.console import Console
-
+    from qtool.cli.output import stdout_console
     from qtool.quantize.diff import diff as compare
 
     found = list(compare(a, b))
     if as_json:
         typer.echo(json.dumps([one.model_dump(exclude_none=True) for one in found], indent=2))
     else:
-        Console().print(_table(found))
+        stdout_console().print(_table(found))
         same = sum(one.same for one in found)
         typer.echo(f"{same} of {len(found)} are the same")
     if exit_code and not all(one.same for one in found):

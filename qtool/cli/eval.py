@@ -24,8 +24,7 @@ def eval_(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Perplexity, KL divergence and top-1 agreement against the baseline; exit code 1 when a gate fails."""
-    from rich.console import Console
-
+    from qtool.cli.output import stdout_console
     from qtool.cli.progress import progress_bar
     from qtool.core.recipe import Evaluation, override
     from qtool.core.sources import resolve
@@ -49,6 +48,6 @@ def eval_(
     if as_json:
         typer.echo(report.model_dump_json(indent=2))
     else:
-        Console().print(report.table())
+        stdout_console().print(report.table())
     if not report.passed:
         raise GateError("; ".join(str(gate) for gate in report.gates if not gate.passed))

@@ -34,8 +34,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Linears and bits, bytes by part, KV bytes a token, and the floor of a decode and a prefill step."""
-    from rich.console import Console
-
+    from qtool.cli.output import stdout_console
     from qtool.compile.targets import KV_PRECISIONS, TARGETS
     from qtool.core.sources import resolve
     from qtool.errors import UsageError, nearest
@@ -76,7 +75,7 @@ def inspect(
             )
         )
         return
-    console = Console()
+    console = stdout_console()
     for table in (
         _facts(found),
         _parts(found),

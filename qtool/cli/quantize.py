@@ -40,8 +40,7 @@ def quantize(
 
     A run that was interrupted goes on from its last finished layer when it is started again.
     """
-    from rich.console import Console
-
+    from qtool.cli.output import stdout_console
     from qtool.core.files import refuse_existing
     from qtool.core.memory import parse_bytes
     from qtool.core.recipe import override
@@ -76,9 +75,9 @@ def quantize(
     if as_json:
         typer.echo(manifest.model_dump_json(indent=2))
     else:
-        Console().print(_summary(manifest))
+        stdout_console().print(_summary(manifest))
         if manifest.allocation is not None:
-            Console().print(_frontier(manifest.allocation))
+            stdout_console().print(_frontier(manifest.allocation))
         typer.echo(output)
 
 

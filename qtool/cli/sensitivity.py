@@ -30,8 +30,7 @@ def sensitivity(
 
     Estimated for all in one pass through the model and back, measured for a few to tell how well that ranks.
     """
-    from rich.console import Console
-
+    from qtool.cli.output import stdout_console
     from qtool.cli.progress import progress_bar
     from qtool.core.recipe import Calibration, override
     from qtool.core.sources import resolve
@@ -65,7 +64,7 @@ def sensitivity(
     if as_json:
         typer.echo(report.model_dump_json(indent=2))
         return
-    console = Console()
+    console = stdout_console()
     console.print(_table(report, top))
     for line in _said(report):
         console.print(line, soft_wrap=True)

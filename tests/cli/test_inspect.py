@@ -23,6 +23,16 @@ def test_inspect_prints_tables(tiny: Path, qtool: Qtool) -> None:
         assert text in ended.out
 
 
+def test_what_is_piped_is_as_wide_as_it_needs(
+    tiny: Path, qtool: Qtool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    ended = qtool("inspect", tiny, "--bandwidth", "100")
+    (row,) = (line for line in ended.out.splitlines() if "layers.*.mlp.down_proj" in line)
+    assert all(text in row for text in ("96 x 160", "F32", "MB"))
+    assert max(map(len, ended.out.splitlines())) > 80
+
+
 def test_inspect_prints_json(tiny: Path, qtool: Qtool) -> None:
     ended = qtool("inspect", tiny, "--json", "--bandwidth", "100", "--batch", "3", "--kv-cache", "u8")
     report = json.loads(ended.out)
@@ -60,6 +70,10 @@ def test_inspect_says_what_calls_a_tensorrt_engine_serves(
     assert [profile["kind"] for profile in report["profiles"]] == ["prefill", "decode", "verify"]
     assert report["profiles"][2]["sizes"]["P+S"] == [34, 100, 228]
     assert all(profile["activation_bytes"] > 0 for profile in report["profiles"])
+    unknown = json.loads(qtool("inspect", tmp_path / "engine", "--json").out)
+    assert unknown["machine"] is None  # this CPU's memory says nothing of a GPU
+    assert {step["time"] for step in unknown["steps"].values()} == {None}
+    assert "give --bandwidth" in qtool("inspect", tmp_path / "engine").out
     info = read_info(tmp_path / "engine")
     assert (report["weight_bytes"], report["max_context"]) == (info.weight_bytes, 200)
 
