@@ -98,9 +98,15 @@ class Checkpoint:
     def _check_index(self) -> None:
         if not (self.path / INDEX).is_file():
             return
+        held = {shard: set(handle.keys()) for shard, handle in self._shards.items()}
         for name, shard in self._weight_map().items():
-            if self._shard_of.get(name) != shard:
+            if name not in held[shard]:
                 raise QtoolError(f"{self.path / shard}: lacks tensor {name}, which {INDEX} places there")
+            if self._shard_of[name] != shard:
+                raise QtoolError(
+                    f"{self.path / self._shard_of[name]}: holds {name}, which {INDEX} places in {shard}; "
+                    "fetch the checkpoint again"
+                )
 
     def __contains__(self, name: str) -> bool:
         return name in self._shard_of
