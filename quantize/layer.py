@@ -11,7 +11,7 @@ from qtool.calibrate.statistics import InputStatistics
 from qtool.core.formats import compressed_tensors
 from qtool.core.manifest import LinearRecord
 from qtool.core.qtensor import Quantized
-from qtool.core.recipe import GptqOptions
+from qtool.core.recipe import GptqOptions, Rtn
 from qtool.core.schemes import Fp4Scheme, Fp8Scheme, IntScheme
 from qtool.errors import QtoolError
 from qtool.quantize.activations import calibrated
@@ -73,7 +73,11 @@ def quantize_layer(
     """
     seen, poor = dict(statistics), starved(assigned, statistics)
     assigned = {**assigned, **poor}
-    before = {module: _rounded_db(layer, module, one, seen.get(module)) for module, one in assigned.items()}
+    before = {
+        module: _rounded_db(layer, module, one, seen.get(module))
+        for module, one in assigned.items()
+        if not _just_rounds(one, seen.get(module))
+    }
     folded = fold_scales(layer.prefix, layer.module, assigned, seen, layer.dtypes, layer.update)
     tensors = {}
     for name, value in layer.module.state_dict().items():
@@ -101,7 +105,7 @@ def quantize_layer(
         )
         after = _sqnr_db(weight, chosen.weight, given)
         layer.weight(module).copy_(chosen.weight.dequantize())
-        record = _record(assignment, chosen, given, folded.get(module), before[module], after)
+        record = _record(assignment, chosen, given, folded.get(module), before.get(module, after), after)
         return record.model_copy(update={"starved": True}) if module in poor else record
 
     free = [module for module in assigned if module != closing]
@@ -176,6 +180,11 @@ def _record(
     )
 
 
+def _just_rounds(assignment: Assignment, seen: InputStatistics | None) -> bool:
+    """Whether the method does to a linear what is done without any."""
+    return seen is None and isinstance(assignment.method, Rtn) and not assignment.method.search_range
+
+
 def _rounded_db(
     layer: LoadedLayer, module: str, assignment: Assignment, seen: InputStatistics | None
 ) -> float:
@@ -194,4 +203,4 @@ def _sqnr_db(weight: Tensor, quantized: Quantized, seen: InputStatistics | None)
 
 def _power(weight: Tensor) -> float:
     """Of the output for inputs that are noise of power 1."""
-    return float(weight.square().sum(dtype=torch.float64))
+    return float(weight.square().sum(1).sum(dtype=torch.float64))
