@@ -98,17 +98,19 @@ def inverse_factor(moment: Tensor, damping: float) -> tuple[float, Tensor]:
     and what damping added to the diagonal.
 
     Damping is a share of the mean diagonal; it is raised tenfold, with a warning, while the matrix is
-    singular in float32.
+    singular in float32. `moment` is overwritten: matrices of wide linears are most of the memory that
+    quantizing takes, and four of them are held as it is.
     """
-    mean = float(moment.diagonal().mean()) or 1.0
+    diagonal = moment.diagonal().clone()
+    mean = float(diagonal.mean()) or 1.0
     while damping < 100:
-        damped = moment.clone()
-        damped.diagonal().add_(damping * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        moment.diagonal().copy_(diagonal + damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(moment)
         if not failed:
-            del damped  # wide linears' matrices are most of the memory that quantizing takes
+            inverse = torch.cholesky_inverse(lower)
+            del lower
             upper: Tensor
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
             if not failed and bool(upper.isfinite().all()):
                 return damping * mean, upper
         logger.warning("the Hessian is singular at damping %g; trying %g", damping, damping * 10)

@@ -113,7 +113,7 @@ def test_a_singular_hessian_gets_more_damping_and_a_warning(caplog: pytest.LogCa
 
 def test_the_factor_is_the_inverse_s_upper_cholesky() -> None:
     moment = correlated().double()
-    _, factor = inverse_factor(moment, damping=0.1)
+    _, factor = inverse_factor(moment.clone(), damping=0.1)
     damped = moment + 0.1 * moment.diagonal().mean() * torch.eye(96)
     assert torch.equal(factor, factor.triu())
     assert torch.allclose(factor.T @ factor @ damped, torch.eye(96, dtype=torch.float64), atol=1e-8)
