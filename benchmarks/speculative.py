@@ -5,10 +5,13 @@
 
 For each kind of text (`edit`: code to be written out again with a change; `open`: questions; `random`: tokens
 that mean nothing), each batch size and each way to draft: the time a token takes without speculation over the
-time with it (median and range of the repeats, each a pair measured back to back), tokens a step, acceptance
-length, the share of time spent drafting, and the time to the first token with over without. With
-`--check-greedy N` nothing is timed: greedy answers to N prompts are compared, and where they differ, whether
-the model's two best logits tied there.
+time with it (median and range of the repeats, each a pair measured back to back), tokens a second with over
+without, tokens a step, acceptance length, the share of time spent drafting, and the time to the first token
+with over without. With `--check-greedy N` nothing is timed: greedy answers to N prompts are compared, and
+where they differ, whether the model's two best logits tied there.
+
+Answers have half to one and a half times `--max-tokens`: were all equally long, they would end together, at
+the slowest one's pace, and what drafts save of the others would not show.
 """
 
 import argparse
@@ -56,7 +59,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=0, help="per run; twice the batch by default")
+    parser.add_argument("--requests", type=int, default=0, help="per run; four times the batch by default")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--check-greedy", type=int, metavar="N")
     args = parser.parse_args()
@@ -75,9 +78,13 @@ def main() -> None:
     )
     for text in args.texts:
         for batch in args.batches:
-            prompts = _prompts(text, args.requests or 2 * batch, tokenizer, engine.vocab_size)
+            count = args.requests or max(4 * batch, 8)
+            prompts = _prompts(text, count, tokenizer, engine.vocab_size)
+            lengths = np.random.default_rng(batch).integers(
+                args.max_tokens // 2, 3 * args.max_tokens // 2, count
+            )
             for name, speculator in speculators.items():
-                found = _compare(engine, speculator, prompts, params, batch, args.repeats)
+                found = _compare(engine, speculator, prompts, params, batch, lengths.tolist(), args.repeats)
                 print(json.dumps({"text": text, "batch": batch, "speculative": name, **found}), flush=True)
 
 
@@ -97,13 +104,15 @@ def _compare(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     batch: int,
+    lengths: Sequence[int],
     repeats: int,
 ) -> dict[str, object]:
     serve_all(engine, speculator, prompts[:batch], params, batch)  # what is learnt stays learnt
-    ratios, firsts, drafting = [], [], []
+    ratios, throughputs, firsts, drafting = [], [], [], []
     for _ in range(repeats):
-        plain = serve_all(engine, None, prompts, params, batch)
-        drafted = serve_all(engine, speculator, prompts, params, batch)
+        plain = serve_all(engine, None, prompts, params, batch, lengths)
+        drafted = serve_all(engine, speculator, prompts, params, batch, lengths)
+        throughputs.append(drafted.tokens_per_second / plain.tokens_per_second)
         ratios.append(plain.mean_tpot_ms / drafted.mean_tpot_ms)
         firsts.append(statistics.median(drafted.ttft_ms) / statistics.median(plain.ttft_ms))
         drafting.append(drafted.drafting_seconds / drafted.seconds)
@@ -111,6 +120,8 @@ def _compare(
         "speedup": round(statistics.median(ratios), 3),
         "lowest": round(min(ratios), 3),
         "highest": round(max(ratios), 3),
+        "throughput": round(statistics.median(throughputs), 3),
+        "throughput_range": [round(min(throughputs), 3), round(max(throughputs), 3)],
         "tokens_per_step": round(drafted.tokens_per_step, 2),
         "acceptance_length": round(drafted.acceptance_length, 2),
         "rates": [round(rate, 2) for rate in drafted.rates()],

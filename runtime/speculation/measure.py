@@ -1,7 +1,7 @@
 """What speculation brings on given prompts: requests served by a loop of their own, and counted."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from qtool.errors import QtoolError
 from qtool.runtime.engines.contract import Engine
@@ -30,6 +30,11 @@ class Measured:
     accepted: list[int] = field(default_factory=list)
     lengths: list[DraftLength] = field(default_factory=list)
     """Of every sequence in every step that decoded."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all answers, prompts and waiting included."""
+        return sum(map(len, self.answers)) / self.seconds
 
     @property
     def mean_tpot_ms(self) -> float:
@@ -82,8 +87,12 @@ def serve_all(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     batch: int,
+    lengths: Sequence[int] | None = None,
 ) -> Measured:
-    """Answer prompts, `batch` at a time, without a prefix cache between them. QtoolError when one fails."""
+    """Answer prompts, `batch` at a time, without a prefix cache between them. QtoolError when one fails.
+
+    `lengths` are the answers' largest numbers of tokens, in place of the one of `params`.
+    """
     measured = Measured()
     config = SchedulerConfig(batch, max(512, batch), prefix_caching=False, max_queue=len(prompts))
     loop = EngineLoop(engine, config, lambda _: None, speculator=speculator)
@@ -95,7 +104,12 @@ def serve_all(
             times[event.request_id] = event.tpot_seconds * 1000
 
     loop.observers.append(keep)
-    answers: dict[int, list[int]] = {request: [] for request in loop.submit(prompts, params)}
+    limits = lengths or [params.max_tokens] * len(prompts)
+    answers: dict[int, list[int]] = {
+        request: []
+        for prompt, limit in zip(prompts, limits, strict=True)
+        for request in loop.submit([prompt], replace(params, max_tokens=limit))
+    }
     while loop.receive(wait=False):
         for output in loop.step():
             if output.token is None:
