@@ -42,13 +42,13 @@ def run_layers(
     """Finish every layer that `work` does not hold yet, and then the head; the records of all of them.
 
     Hidden states are in memory, or in files in the folder `spill`. They are taken no further than to the last
-    part that the plan calibrates. The linears of a layer are spread over `devices`.
+    part that the plan calibrates and `work` does not hold. The linears of a layer are spread over `devices`.
     """
-    head, depth = plan.assigned.get(HEAD), _depth(plan, len(runner))
+    head, depth = plan.assigned.get(HEAD), _depth(plan, work, len(runner))
     total = len(runner) + (head is not None)
     progress(0, total, None)
     hidden = hold(runner.embedded(windows), len(windows), spill) if depth else torch.empty(0, device="cpu")
-    reference = hold(hidden, len(hidden), spill) if plan.corrects else None
+    reference = hold(hidden, len(hidden), spill) if depth and plan.corrects else None
     records: dict[str, LinearRecord] = {}
     for index in range(len(runner)):
         # What attention gives is as large as the hidden states: where those are on disk, it is computed anew.
@@ -75,10 +75,11 @@ def run_layers(
     return records
 
 
-def _depth(plan: Plan, layers: int) -> int:
-    """How many layers the calibration text has to come to, the head counted as the last; 0: to none."""
+def _depth(plan: Plan, work: WorkFolder, layers: int) -> int:
+    """How many layers the calibration text has yet to come to, the head counted as the last; 0: to none."""
     parts = [*(f"{PREFIX}.{index}" for index in range(layers)), HEAD]
-    return max((place for place, part in enumerate(parts, 1) if plan.calibrates(part)), default=0)
+    places = [place for place, part in enumerate(parts) if plan.calibrates(part) and not work.has(place)]
+    return max(places, default=-1) + 1
 
 
 def _mean_db(records: Mapping[str, LinearRecord]) -> float | None:

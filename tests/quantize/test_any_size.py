@@ -177,6 +177,30 @@ def test_the_text_goes_no_further_than_to_the_last_layer_that_needs_it(
     assert {one.tokens for one in manifest.linears.values()} == {0 if method == "rtn" else 5 * 24}
 
 
+@pytest.mark.parametrize(("stopped_after", "computed"), [(1, {-1, 0, 1}), (2, set()), (3, set())])
+def test_a_resumed_run_computes_nothing_that_no_open_layer_needs(
+    tiny: Path,
+    text: Path,
+    tmp_path: Path,
+    layers_run: set[int],
+    stopped_after: int,
+    computed: set[int],
+) -> None:
+    recipe, output = correcting(recipe_of(text, targets="re:.*layers.[01].mlp.*")), tmp_path / "out"
+
+    def stop(done: int, total: int, sqnr_db: float | None) -> None:
+        if done == stopped_after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(tiny, recipe, output, progress=stop)
+    layers_run.clear()
+    quantize_checkpoint(tiny, recipe, output)
+    assert layers_run == computed
+    quantize_checkpoint(tiny, recipe, tmp_path / "straight")
+    assert contents(output) == contents(tmp_path / "straight")
+
+
 def test_static_ranges_of_inputs_are_calibrated_whatever_the_method(
     tiny: Path, text: Path, tmp_path: Path, layers_run: set[int]
 ) -> None:
