@@ -1,6 +1,7 @@
 """llm-compressor, with its defaults where the job says nothing.
 
-Methods: rtn, gptq, awq, awq+gptq; with rounded activations also smoothquant and smoothquant+gptq.
+Methods: rtn, gptq, awq, awq+gptq; with rounded activations also smoothquant and smoothquant+gptq. With -mse
+at the end (gptq-mse) the weights' ranges are searched for the least square error; its default are the extremes.
 """
 
 from typing import Any
@@ -38,12 +39,13 @@ def scheme(job: Job) -> dict[str, Any]:
 
 
 def recipe(job: Job) -> list[Modifier]:
-    parts = job.method.split("+")
+    parts = job.method.removesuffix("-mse").split("+")
     rounding = GPTQModifier if parts[-1] == "gptq" else QuantizationModifier
     transforms = [part for part in parts if part not in ("gptq", "rtn")]
     if not TRANSFORMS.keys() >= set(transforms):
         raise unknown_method(job)
-    last = rounding(config_groups={"group_0": scheme(job)}, ignore=["lm_head"])
+    observer = {"weight_observer": "mse"} if job.method.endswith("-mse") else {}
+    last = rounding(config_groups={"group_0": scheme(job)}, ignore=["lm_head"], **observer)
     return [*(TRANSFORMS[name]() for name in transforms), last]
 
 
