@@ -1,7 +1,7 @@
 """llm-compressor, with its defaults where the job says nothing.
 
 Methods: rtn, gptq, awq, awq+gptq; with rounded activations also smoothquant and smoothquant+gptq. With -mse
-at the end (gptq-mse) the weights' ranges are searched for the least square error; its default are the extremes.
+at the end (gptq-mse) ranges of weights are searched for the least square error; its default are the extremes.
 """
 
 from typing import Any
