@@ -151,9 +151,8 @@ def _write_checkpoint(
 ) -> None:
     source, parts = runner.checkpoint, [f"{PREFIX}."] + ([f"{HEAD}."] if HEAD in plan.assigned else [])
     tensors = [lazy(name, source.tensor) for name in sorted(source) if not name.startswith(tuple(parts))]
-    for index in range(len(runner) + len(parts) - 1):
-        tensors += work.tensors(index)
-    write_weights(folder, tensors, shard_bytes)
+    finished = range(len(runner) + len(parts) - 1)
+    write_weights(folder, tensors, shard_bytes, {work.part(index): work.tensors(index) for index in finished})
     plain = [*runner.linears(), *routers(runner.model)]
     dense = [module for module in plain if module not in plan.assigned]
     schemes = {module: one.computes_with for module, one in plan.assigned.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from qtool.core.checkpoint import INDEX, SINGLE
-from qtool.quantize.writing import LazyTensor, write_safetensors
+from qtool.quantize.writing import PYTORCH, LazyTensor, write_safetensors
 
 
 class Shards:
@@ -46,7 +46,7 @@ class Shards:
             LazyTensor(name, tensor.dtype, tuple(tensor.shape), partial(self._waiting.__getitem__, name))
             for name, tensor in self._waiting.items()
         ]
-        write_safetensors(self._path(len(self._names)), tensors, {"format": "pt"})
+        write_safetensors(self._path(len(self._names)), tensors, PYTORCH)
         self._total += self._size
         self._waiting, self._size = {}, 0
 

@@ -23,7 +23,7 @@ from qtool.core.records import read_json
 from qtool.errors import QtoolError, UsageError
 from qtool.quantize.layer import QuantizedLayer
 from qtool.quantize.plan import Assignment
-from qtool.quantize.writing import LazyTensor, write_safetensors
+from qtool.quantize.writing import PYTORCH, LazyTensor, write_safetensors
 
 _STATE = "state.json"
 _RECORDS = "linears"
@@ -77,20 +77,21 @@ class WorkFolder:
         self.path = path
         self._output = output
 
-    def _part(self, index: int) -> Path:
+    def part(self, index: int) -> Path:
+        """The file of a finished layer: a shard that a checkpoint can take as it is."""
         return self.path / f"layer-{index:05}.safetensors"
 
     def has(self, index: int) -> bool:
         """Whether layer `index` is finished."""
-        return self._part(index).exists()
+        return self.part(index).exists()
 
     def save(self, index: int, layer: QuantizedLayer) -> None:
         """Keep a finished layer."""
         records = {name: record.model_dump() for name, record in layer.records.items()}
         tensors = [lazy(name, layer.tensors.__getitem__) for name in layer.tensors]
         temporary = self.path / "layer.writing"
-        write_safetensors(temporary, tensors, {_RECORDS: json.dumps(records)})
-        temporary.replace(self._part(index))
+        write_safetensors(temporary, tensors, PYTORCH | {_RECORDS: json.dumps(records)})
+        temporary.replace(self.part(index))
 
     def records(self, index: int) -> dict[str, LinearRecord]:
         """What was done to the linears of a finished layer, by full name."""
@@ -147,7 +148,7 @@ class WorkFolder:
         return [lazy(name, read) for name in names]
 
     def _open(self, index: int) -> Any:
-        return safe_open(self._part(index), framework="pt")
+        return safe_open(self.part(index), framework="pt")
 
     def new_checkpoint(self) -> Path:
         """An empty folder for the whole checkpoint."""

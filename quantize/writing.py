@@ -2,10 +2,13 @@
 
 import json
 import math
+import shutil
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -25,6 +28,9 @@ _NAMES = {
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
 }
+
+PYTORCH = {"format": "pt"}
+"""What transformers wants to read in a weights file."""
 
 
 @dataclass(frozen=True)
@@ -66,23 +72,43 @@ def write_safetensors(path: Path, tensors: Sequence[LazyTensor], metadata: dict[
             file.write(tensor.read().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def write_weights(folder: Path, tensors: Sequence[LazyTensor], shard_bytes: int) -> None:
+def write_weights(
+    folder: Path,
+    tensors: Sequence[LazyTensor],
+    shard_bytes: int,
+    finished: Mapping[Path, Sequence[LazyTensor]] = MappingProxyType({}),
+) -> None:
     """Write a model's weights into `folder`: one file, or shards of at most `shard_bytes` with their index.
 
-    A tensor larger than that gets a shard of its own.
+    A tensor larger than that gets a shard of its own. `finished` are files that hold further tensors: where
+    there are shards, each becomes one as it is, by a link, so that nothing is written twice.
     """
-    metadata = {"format": "pt"}
-    shards = list(_shards(tensors, shard_bytes))
-    if len(shards) == 1:
-        write_safetensors(folder / SINGLE, shards[0], metadata)
+    everything = [*tensors, *chain.from_iterable(finished.values())]
+    if len(next(_shards(everything, shard_bytes))) == len(everything):
+        write_safetensors(folder / SINGLE, everything, PYTORCH)
         return
+    shards: list[tuple[Path | None, Sequence[LazyTensor]]] = [
+        *((None, shard) for shard in _shards(tensors, shard_bytes) if shard),
+        *finished.items(),
+    ]
     weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
+    for number, (file, shard) in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_safetensors(folder / name, shard, metadata)
+        if file is None:
+            write_safetensors(folder / name, shard, PYTORCH)
+        else:
+            _link(file, folder / name)
         weight_map |= {tensor.name: name for tensor in shard}
-    index = {"metadata": {"total_size": sum(tensor.size for tensor in tensors)}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": sum(tensor.size for tensor in everything)}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _link(file: Path, name: Path) -> None:
+    """Give a file a further name, or copy it where the file system knows one name a file."""
+    try:
+        name.hardlink_to(file)
+    except OSError:
+        shutil.copyfile(file, name)
 
 
 def _shards(tensors: Sequence[LazyTensor], shard_bytes: int) -> Iterator[list[LazyTensor]]:

@@ -187,6 +187,9 @@ def test_shards_hold_what_one_file_would(tiny: Path, text: Path, tmp_path: Path)
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
     assert set(one) == set(many)
     assert all(torch.equal(one.tensor(name), many.tensor(name)) for name in one)
+    loaded = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("one", "many")]
+    logits = [model(tokens()).logits for model in loaded]
+    assert torch.equal(*logits)
 
 
 def test_layers_see_what_the_quantized_layers_before_them_make(

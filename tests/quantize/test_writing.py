@@ -8,7 +8,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from qtool.quantize.work import lazy
-from qtool.quantize.writing import LazyTensor, write_safetensors, write_weights
+from qtool.quantize.writing import PYTORCH, LazyTensor, write_safetensors, write_weights
 
 
 @pytest.fixture
@@ -75,6 +75,32 @@ def test_a_large_model_is_cut_into_shards_with_an_index(tmp_path: Path, tensors:
     for name, file in index["weight_map"].items():
         with safe_open(tmp_path / file, framework="pt") as handle:
             assert name in handle.keys()  # noqa: SIM118 - no mapping
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+def test_files_that_are_finished_become_shards_as_they_are(
+    tmp_path: Path, tensors: dict[str, Tensor], links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not links:
+
+        def refuse(*_: object) -> None:
+            raise PermissionError("a file has one name here")
+
+        monkeypatch.setattr(Path, "hardlink_to", refuse)
+    file, folder, before = tmp_path / "finished", tmp_path / "model", stored(tensors)
+    folder.mkdir()
+    write_safetensors(file, before[3:], PYTORCH)
+    write_weights(folder, before[:3], 80, {file: before[3:]})
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) == 3
+    assert_same(dict(read(shards)), tensors)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert {name for name, shard in index["weight_map"].items() if folder / shard == shards[-1]} == set(
+        list(tensors)[3:]
+    )
+    assert shards[-1].samefile(file) == links
+    write_weights(tmp_path, before[:3], 10_000, {file: before[3:]})
+    assert_same(dict(read([tmp_path / "model.safetensors"])), tensors)
 
 
 def test_a_small_model_is_one_file_without_index(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
