@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtool.calibrate.finite import is_finite
 from qtool.calibrate.hidden import HiddenStates
 from qtool.calibrate.kv import KvRanges, KvRounding
 from qtool.calibrate.skeleton import HEAD, PREFIX, check_stored, skeleton
@@ -266,7 +267,7 @@ def _checked(name: str, shape: torch.Size, weights: Weights, device: torch.devic
     value = weights(name).to(device, torch.float32, copy=True)
     if value.shape != shape:
         raise QtoolError(f"{name}: has shape {list(value.shape)}, wanted {list(shape)} as config.json says")
-    if not bool(value.isfinite().all()):
+    if not is_finite(value):
         raise QtoolError(f"{name}: holds NaN or infinite weights; fetch or convert the checkpoint again")
     return value
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from qtool.calibrate.finite import is_finite
 from qtool.errors import QtoolError
 
 
@@ -138,7 +139,7 @@ class Collector:
             )
         if leader != name:
             return
-        if not bool(x.isfinite().all()):
+        if not is_finite(x):
             raise QtoolError(
                 f"{name}: its input is NaN or infinite on the calibration text; check the weights"
             )
@@ -153,7 +154,7 @@ class Collector:
         """
         finished = {name: sums.finish() for name, sums in self._sums.items()}
         for name, seen in finished.items():
-            if not bool(seen.second_moment.isfinite().all()):
+            if not is_finite(seen.second_moment):
                 raise QtoolError(
                     f"{name}: its input reaches {float(seen.max_abs.max()):.1g}; check the weights"
                 )
