@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from qtool.calibrate.finite import is_finite
 from qtool.calibrate.statistics import InputStatistics
 from qtool.core.formats import compressed_tensors
 from qtool.core.manifest import LinearRecord
@@ -148,7 +149,7 @@ def _shared_scale(layer: LoadedLayer, module: str, assigned: Mapping[str, Assign
 
 def _stored(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     stored = value.to(dtype)
-    if not bool(stored.isfinite().all()):
+    if not is_finite(stored):
         raise QtoolError(
             f"{name}: does not fit {dtype} after folding channel scales; use another method there"
         )

@@ -6,6 +6,7 @@ import logging
 import torch
 from torch import Tensor
 
+from qtool.calibrate.finite import is_finite
 from qtool.calibrate.statistics import InputStatistics
 from qtool.core.qtensor import QuantizedTensor
 from qtool.core.recipe import GptqOptions
@@ -13,6 +14,7 @@ from qtool.core.schemes import IntScheme
 from qtool.errors import QtoolError
 from qtool.quantize.methods.clip import search_range
 from qtool.quantize.methods.grid import Grid, fit_grid
+from qtool.quantize.methods.order import reordered
 from qtool.quantize.methods.refine import refine
 
 logger = logging.getLogger(__name__)
@@ -32,11 +34,10 @@ def gptq(
     factor's diagonal (equation 3 of the paper). Scales and codes are refined `sweeps` times afterwards.
     Raises QtoolError when no damping makes the Hessian invertible.
     """
-    hessian = shrunk(statistics)
     order = torch.arange(weight.shape[1], device=weight.device)
     if options.activation_order:
-        order = hessian.diagonal().argsort(descending=True, stable=True)
-    damping, factor = inverse_factor(hessian[order][:, order], options.damping)
+        order = statistics.second_moment.diagonal().argsort(descending=True, stable=True)
+    damping, factor = inverse_factor(reordered(shrunk(statistics), order), options.damping)
     if options.search_range:
         importance = torch.empty(len(order), device=weight.device)
         importance[order] = factor.diagonal() ** -2
@@ -44,7 +45,8 @@ def gptq(
     else:
         grid = fit_grid(weight, scheme, dtype)
     quantized = _round_columns(weight, grid, order, factor, options.block_size)
-    del factor  # as large as the Hessian, and refining needs another of that size
+    del factor  # as large as the Hessian, which is made anew and not held meanwhile for the same reason
+    hessian = shrunk(statistics)
     hessian.diagonal().add_(damping)
     return refine(weight, quantized, hessian, options.sweeps, options.block_size)
 
@@ -99,7 +101,7 @@ def inverse_factor(moment: Tensor, damping: float) -> tuple[float, Tensor]:
 
     Damping is a share of the mean diagonal; it is raised tenfold, with a warning, while the matrix is
     singular in float32. `moment` is overwritten: matrices of wide linears are most of the memory that
-    quantizing takes, and four of them are held as it is.
+    quantizing takes, and three of them are held as it is.
     """
     diagonal = moment.diagonal().clone()
     mean = float(diagonal.mean()) or 1.0
@@ -111,7 +113,7 @@ def inverse_factor(moment: Tensor, damping: float) -> tuple[float, Tensor]:
             del lower
             upper: Tensor
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-            if not failed and bool(upper.isfinite().all()):
+            if not failed and is_finite(upper.T):  # LAPACK stores columns: no copy, this way
                 return damping * mean, upper
         logger.warning("the Hessian is singular at damping %g; trying %g", damping, damping * 10)
         damping *= 10

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qtool.core.qtensor import QuantizedTensor
 from qtool.quantize.methods.grid import grouped
+from qtool.quantize.methods.order import reordered
 
 _ROWS = 512
 """Rows whose normal equations are held at once."""
@@ -70,7 +71,7 @@ def descend(weight: Tensor, quantized: QuantizedTensor, hessian: Tensor, block_s
     in_features = weight.shape[1]
     scheme, groups = quantized.scheme, quantized.scale.shape[1]
     order = hessian.diagonal().argsort(descending=True, stable=True)
-    hessian = hessian[order][:, order]
+    hessian = reordered(hessian, order)
     diagonal, group = hessian.diagonal().tolist(), (order // (in_features // groups)).tolist()
     scale = quantized.scale.float().T.contiguous()
     codes = quantized.codes.T[order].float()
