@@ -1,7 +1,7 @@
 """Compile a checkpoint into an engine folder."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from qtool.compile.abilities import check_dynamic_quantization, check_schemes
@@ -11,7 +11,7 @@ from qtool.compile.engine import EngineSpec, own_files
 from qtool.compile.heads.build import write_head
 from qtool.compile.heads.head import read_head
 from qtool.compile.heads.target import warn_of_another_target
-from qtool.compile.hidden import HiddenStates, parse_layers
+from qtool.compile.hidden import HiddenLayer, HiddenStates, parse_layers
 from qtool.compile.targets import TARGETS, check_target
 from qtool.core.checkpoint import COMPANIONS, Checkpoint
 from qtool.core.files import new_folder, sha256
@@ -79,12 +79,8 @@ def compile_engine(
     with new_folder(output) as folder:
         write(source, config, folder, layers, **options if TARGETS[target].takes_options else {})
         _copy_companions(checkpoint, folder)
-        spec = _spec(source, config, target, kv_cache, openvino, folder)
-        if layers:
-            hidden = HiddenStates(size=config.hidden_size, layers=layers)
-            spec = spec.model_copy(update={"hidden_states": hidden})
-        if tensorrt is not None and tensorrt.max_context is not None:
-            spec = spec.model_copy(update={"max_context": tensorrt.max_context})
+        max_context = (tensorrt and tensorrt.max_context) or config.max_context
+        spec = _spec(source, config, target, kv_cache, openvino, layers, max_context, folder)
         spec.save(folder)
         if head is not None:
             chosen = TARGETS[target]
@@ -107,6 +103,8 @@ def _spec(
     target: str,
     kv_cache: str,
     openvino: OpenVinoOptions | None,
+    layers: Sequence[HiddenLayer],
+    max_context: int,
     folder: Path,
 ) -> EngineSpec:
     kv_bytes = TARGETS[target].kv_bytes[kv_cache](config.head_dim)
@@ -114,10 +112,11 @@ def _spec(
         target=target,
         architecture=config.architecture,
         vocab_size=config.vocab_size,
-        max_context=config.max_context,
+        max_context=max_context,
         block_size=TARGETS[target].block_size,
         kv_cache=kv_cache,
         openvino=openvino,
+        hidden_states=HiddenStates(size=config.hidden_size, layers=tuple(layers)) if layers else None,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
