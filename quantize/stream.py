@@ -19,6 +19,7 @@ from qtool.core.activation import Activation
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.formats.kv_cache import KvLayout
 from qtool.core.manifest import LinearRecord
+from qtool.core.memory import release_freed_memory
 from qtool.errors import QtoolError, UsageError
 from qtool.quantize.correction import measure_error
 from qtool.quantize.experts import complete
@@ -64,6 +65,7 @@ def run_layers(
         if index + 1 < depth:
             with attention.playing():
                 _advance(runner, index, hidden, plan, work)
+        release_freed_memory()
         progress(index + 1, total, _mean_db(finished))
     if head is not None:
         if not work.has(len(runner)):

@@ -1,7 +1,9 @@
-"""How much memory there is, and how people write it."""
+"""How much memory there is, how people write it, and giving it back."""
 
+import ctypes
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from qtool.errors import UsageError
@@ -17,6 +19,16 @@ def available_memory() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def release_freed_memory() -> None:
+    """Give back to the system what the C library keeps of freed memory, where it is one that can (glibc).
+
+    What comes and goes in tensors of megabytes leaves holes between them that the next ones do not fit into:
+    a run over many layers would grow with each.
+    """
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def parse_bytes(text: str) -> int:

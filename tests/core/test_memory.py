@@ -1,6 +1,9 @@
+import platform
+from pathlib import Path
+
 import pytest
 
-from qtool.core.memory import available_memory, parse_bytes
+from qtool.core.memory import available_memory, parse_bytes, release_freed_memory
 from qtool.errors import UsageError
 
 
@@ -20,3 +23,22 @@ def test_other_sizes_are_refused(text: str) -> None:
 
 def test_some_memory_is_available() -> None:
     assert 2**20 < available_memory() < 2**50
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep less of freed memory")
+def test_holes_that_freed_memory_leaves_are_given_back() -> None:
+    size = 2**20
+    bytearray(16 * size)  # freed at once; from then on glibc takes what is smaller from its heap
+    pieces = [(bytearray(size), bytearray(1000)) for _ in range(200)]
+    kept = [small for _, small in pieces]
+    pieces.clear()
+    before = resident()
+    release_freed_memory()
+    assert before - resident() > 100 * size
+    assert len(kept) == 200
