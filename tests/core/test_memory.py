@@ -34,8 +34,8 @@ def resident() -> int:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep less of freed memory")
 def test_holes_that_freed_memory_leaves_are_given_back() -> None:
     size = 2**20
-    bytearray(16 * size)  # freed at once; from then on glibc takes what is smaller from its heap
-    pieces = [(bytearray(size), bytearray(1000)) for _ in range(200)]
+    bytearray(b"x") * (16 * size)  # freed at once; from then on glibc takes what is smaller from its heap
+    pieces = [(bytearray(b"x") * size, bytearray(b"x") * (size // 8)) for _ in range(200)]
     kept = [small for _, small in pieces]
     pieces.clear()
     before = resident()
