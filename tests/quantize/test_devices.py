@@ -129,7 +129,7 @@ class Homeless(TorchFunctionMode):
         if func in self.factories and "device" not in (kwargs or {}) and made.dim():
             frame: FrameType | None = sys._getframe(1)
             file = Path(frame.f_code.co_filename if frame else "").resolve()
-            ours = file.is_relative_to(ROOT) and not file.is_relative_to(ROOT / "tests")
+            ours = file.is_relative_to(ROOT) and not {"tests", "site-packages"} & set(file.parts)
             if ours and frame and not any(name in file.parts for name in self.elsewhere):
                 self.found.add(f"{file.relative_to(ROOT)}:{frame.f_lineno}")
         return made
