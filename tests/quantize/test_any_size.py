@@ -84,7 +84,7 @@ from qtool.calibrate.hidden import SpilledStates
 from qtool.core.recipe import Recipe
 from qtool.quantize.pipeline import quantize_checkpoint
 
-checkpoint, recipe, output, moment = sys.argv[1:]
+checkpoint, recipe, output, moment, threads = sys.argv[1:]
 write, done = SpilledStates.__setitem__, 0
 
 def write_and_count(self, window, state):
@@ -95,7 +95,7 @@ def write_and_count(self, window, state):
         os.kill(os.getpid(), signal.SIGKILL)
 
 SpilledStates.__setitem__ = write_and_count
-torch.set_num_threads(1)
+torch.set_num_threads(int(threads))  # sums depend on it in their last digit
 quantize_checkpoint(Path(checkpoint), Recipe.model_validate_json(recipe), Path(output), max_memory=1)
 """
 
@@ -108,8 +108,12 @@ def test_a_run_killed_again_and_again_while_it_spills_ends_with_the_same_bytes(
     for _ in range(3):
         # 5 windows are written twice at first, and twice again in each of 3 layers but the last
         moment = str(moments.randint(1, 35))
-        arguments = [sys.executable, "-c", KILLED, str(tiny), recipe.model_dump_json(), str(output), moment]
-        assert subprocess.run(arguments, check=False).returncode == -signal.SIGKILL, moment
+        threads = str(torch.get_num_threads())
+        arguments = [str(tiny), recipe.model_dump_json(), str(output), moment, threads]
+        assert (
+            subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False).returncode
+            == -signal.SIGKILL
+        ), moment
         assert not output.exists()
         left = {file.name for file in (tmp_path / "killed.partial").iterdir()}
         assert left <= {"lock", "state.json", *(f"layer-{index:05}.safetensors" for index in range(3))}
