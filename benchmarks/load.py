@@ -31,11 +31,6 @@ class Stream:
         """Seconds a token after the first."""
         return (self.arrivals[-1] - self.arrivals[0]) / max(self.num_tokens - 1, 1)
 
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between one event and the next."""
-        return [after - before for before, after in zip(self.arrivals, self.arrivals[1:], strict=False)]
-
 
 @dataclass(frozen=True)
 class Request:

@@ -37,15 +37,15 @@ def compare(
     for window in windows:
         ids = window.numpy().astype(np.int32)
         start = 0
-        for left, right in zip(_logits(base, ids), _logits(other, ids), strict=True):
+        for left, right in zip(window_logits(base, ids), window_logits(other, ids), strict=True):
             chunks.append(chunk_drift(left, right, window[start + 1 : start + 1 + len(left)]))
             start += len(left)
         on_window()
     return total_drift(chunks)
 
 
-def _logits(engine: Engine, ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Iterator[Tensor]:
-    """The logits [T, V] of one window, `CHUNK` positions at a time."""
+def window_logits(engine: Engine, ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Iterator[Tensor]:
+    """The logits [T, V] of one window, `CHUNK` positions at a time. QtoolError for one that is not finite."""
     table = list(range(-(-len(ids) // engine.block_size)))
     for start in range(0, len(ids), CHUNK):
         chunk = ids[start : start + CHUNK]

@@ -14,7 +14,7 @@ def calibrated(scheme: ActivationScheme | None, seen: InputStatistics | None) ->
     """
     if scheme is None:
         return None
-    if scheme.dynamic and scheme.kind != "nvfp4":
+    if not scheme.calibrated:
         return Activation(scheme)
     assert seen is not None  # the plan saw to that
     largest = float(seen.max_abs.max())

@@ -50,8 +50,7 @@ class Plan:
 
 
 def _calibrates(one: Assignment) -> bool:
-    rounded = one.activation is not None and (not one.activation.dynamic or one.activation.kind == "nvfp4")
-    return rounded or not isinstance(one.method, Rtn)
+    return (one.activation is not None and one.activation.calibrated) or not isinstance(one.method, Rtn)
 
 
 def corrects(method: Method) -> bool:

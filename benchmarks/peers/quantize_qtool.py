@@ -15,9 +15,10 @@ from torch import Tensor
 from qtool.calibrate.windows import recipe_windows
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.recipe import Recipe
+from qtool.eval.compare import window_logits
 from qtool.quantize.pipeline import quantize_checkpoint
 from qtool.runtime.engines import open_engine
-from qtool.runtime.engines.contract import Engine, Step
+from qtool.runtime.engines.contract import Engine
 
 WINDOW = 1024
 """Tokens that the engine holds: an evaluation window."""
@@ -51,20 +52,9 @@ def recipe(job: Job) -> Recipe:
     return Recipe.model_validate({"calibration": calibration, "quantization": quantization})
 
 
-def step(window: Tensor, engine: Engine) -> Tensor:
+def logits(window: Tensor, engine: Engine) -> Tensor:
     """The logits [T, V] of one window [T]."""
-    length = len(window)
-    logits = engine.run(
-        Step(
-            token_ids=window.numpy().astype(np.int32),
-            positions=np.arange(length, dtype=np.int32),
-            past_lens=np.array([0], np.int32),
-            new_lens=np.array([length], np.int32),
-            block_tables=[list(range(-(-length // engine.block_size)))],
-            logit_rows=np.arange(length, dtype=np.int32),
-        )
-    )
-    return torch.from_numpy(logits)
+    return torch.cat(list(window_logits(engine, window.numpy().astype(np.int32))))
 
 
 def main() -> None:
@@ -77,7 +67,7 @@ def main() -> None:
         with measured() as costs:
             quantize_checkpoint(checkpoint, chosen, output)
         engine = open_engine(output, kv_cache_tokens=WINDOW, threads=job.threads)
-        judge(job, "qtool", costs, lambda window: step(window, engine))
+        judge(job, "qtool", costs, lambda window: logits(window, engine))
 
 
 if __name__ == "__main__":

@@ -95,6 +95,11 @@ class ActivationScheme:
     symmetric: bool = True
     group_size: int | None = None
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether a scale of it has to be known beforehand: the static range, or nvfp4's global scale."""
+        return self.kind == "nvfp4" or not self.dynamic
+
     def __str__(self) -> str:
         if self.kind == "nvfp4":
             return "nvfp4 activations"

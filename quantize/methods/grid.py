@@ -23,29 +23,23 @@ class Grid:
 
     def quantize(self, weight: Tensor) -> QuantizedTensor:
         """Round a weight [N, K] to the nearest point of the grid."""
-        codes = self.codes(grouped(weight, self.scheme), slice(None)).view(weight.shape)
+        codes = self._codes(weight).view(weight.shape)
         return QuantizedTensor(codes.to(torch.int8), self.scale, self.zero_point, self.scheme)
 
     def fake_quantize(self, weight: Tensor) -> Tensor:
         """The point of the grid nearest to each of a weight [N, K], in float32."""
-        return self.values(self.codes(grouped(weight, self.scheme), slice(None)), slice(None)).view(
-            weight.shape
-        )
+        scale, zero_point = self._parts()
+        return ((self._codes(weight) - zero_point) * scale).view(weight.shape)
 
-    def codes(self, values: Tensor, groups: int | slice) -> Tensor:
-        """Codes as float32 for values [N, g] of one group or [N, G, g] of all."""
-        scale, zero_point = self._parts(groups)
-        return (values / scale).round_().add_(zero_point).clamp_(self.scheme.low, self.scheme.high)
+    def _codes(self, weight: Tensor) -> Tensor:
+        """Codes [N, G, K // G] as float32 for a weight [N, K]."""
+        scale, zero_point = self._parts()
+        codes = (grouped(weight, self.scheme) / scale).round_().add_(zero_point)
+        return codes.clamp_(self.scheme.low, self.scheme.high)
 
-    def values(self, codes: Tensor, groups: int | slice) -> Tensor:
-        """What codes of that shape stand for."""
-        scale, zero_point = self._parts(groups)
-        return (codes - zero_point) * scale
-
-    def _parts(self, groups: int | slice) -> tuple[Tensor, Tensor]:
-        scale = self.scale[:, groups, None].float()
-        zero_point = torch.zeros(()) if self.zero_point is None else self.zero_point[:, groups, None].float()
-        return scale, zero_point
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        zero_point = torch.zeros(()) if self.zero_point is None else self.zero_point[..., None].float()
+        return self.scale[..., None].float(), zero_point
 
 
 def grouped(weight: Tensor, scheme: IntScheme) -> Tensor:

@@ -43,6 +43,8 @@ class Candidates:
 class Pick:
     """What was decided for each sequence."""
 
+    proposed: list[Option | None]
+    """The best that drafters which cost nothing have proposed."""
     options: list[Option | None]
     allotment: Allotment
     is_probe: bool = False
@@ -75,10 +77,29 @@ class Picker:
         self._num_drafted = 0
         """Steps with drafts since one had none."""
 
-    def free_options(self, step: Candidates) -> list[Option | None]:
+    def pick(self, step: Candidates) -> Pick | None:
+        """Decide; None where there is nothing to decide."""
+        free = [d for d in self._drafters if d.expected_ms(_requests(d, step)) == 0]
+        proposed = self._proposed(free, step)
+        costly = [drafter for drafter in self._drafters if drafter not in free]
+        if not costly and not any(proposed):
+            return None
+        pick = Pick(proposed, proposed, self._allot(step, proposed))
+        for drafter in costly:
+            pick = self._consider(drafter, pick, step)
+        if self._num_tokens is None and not self._may_draft(any(pick.counts)):
+            none = Allotment([0] * len(proposed), pick.allotment.tokens_per_ms)
+            return replace(pick, allotment=none, is_probe=False)
+        return pick
+
+    def note_probe(self, ms: float) -> None:
+        """The drafts of a step that was a probe took so long."""
+        self._probe_ms += ms
+
+    def _proposed(self, free: Sequence[Drafter], step: Candidates) -> list[Option | None]:
         """The best proposal for each sequence among those that cost nothing."""
         best: list[Option | None] = [None] * len(step.sequences)
-        for drafter in self._free(step):
+        for drafter in free:
             for place, draft in enumerate(drafter.propose(_requests(drafter, step))):
                 draft = self._followable(draft, step.sequences[place])
                 if not draft:
@@ -87,26 +108,6 @@ class Picker:
                 rates = self._records.rates(key, CAUTIOUS, step.sequences[place], len(draft))
                 best[place] = _better(best[place], Option(drafter, draft, rates))
         return best
-
-    def pick(self, step: Candidates, free: list[Option | None]) -> Pick | None:
-        """Decide, given the `free_options`; None where there is nothing to decide."""
-        costly = [drafter for drafter in self._drafters if drafter not in self._free(step)]
-        if not costly and not any(free):
-            return None
-        pick = Pick(free, self._allot(step, free))
-        for drafter in costly:
-            pick = self._consider(drafter, pick, step)
-        if self._num_tokens is None and not self._may_draft(any(pick.counts)):
-            none = Allotment([0] * len(free), pick.allotment.tokens_per_ms)
-            return replace(pick, allotment=none, is_probe=False)
-        return pick
-
-    def note_probe(self, ms: float) -> None:
-        """The drafts of a step that was a probe took so long."""
-        self._probe_ms += ms
-
-    def _free(self, step: Candidates) -> list[Drafter]:
-        return [d for d in self._drafters if d.expected_ms(_requests(d, step)) == 0]
 
     def _may_draft(self, wanted: bool) -> bool:
         """Whether a step gets the drafts that are wanted: now and then none, so that both can be compared."""
@@ -162,7 +163,7 @@ class Picker:
                 min(best, len(own)) if wanted else count
                 for count, own, wanted in zip(pick.counts, rates, asked, strict=True)
             ]
-            return Pick(options, Allotment(counts, least))
+            return replace(pick, options=options, allotment=Allotment(counts, least), is_probe=False)
         if any(pick.counts) or self._num_tokens is not None:
             return pick
         return self._probe(drafter, pick, step)
@@ -210,7 +211,8 @@ class Picker:
         self._last_probe, self._probe_ms = now, after - before
         probed = [*pick.options[:-1], Option(drafter, None, [1.0] * tokens)]
         counts = [*pick.counts[:-1], tokens]
-        return Pick(probed, Allotment(counts, pick.allotment.tokens_per_ms), is_probe=True)
+        allotment = Allotment(counts, pick.allotment.tokens_per_ms)
+        return replace(pick, options=probed, allotment=allotment, is_probe=True)
 
 
 def _requests(drafter: Drafter, step: Candidates) -> list[DraftRequest]:

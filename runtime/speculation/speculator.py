@@ -103,8 +103,7 @@ class Speculator:
         limits = [room if self._num_tokens is None else min(room, self._num_tokens) for _, room in rooms]
         left = scheduler.config.max_num_batched_tokens - sum(chunk.num_rows for chunk in plan.chunks)
         step = Candidates(sequences, limits, plan.load(), left)
-        free = self._picker.free_options(step)
-        pick = self._picker.pick(step, free)
+        pick = self._picker.pick(step)
         if pick is None:
             return
         self._is_probe = pick.is_probe
@@ -116,7 +115,7 @@ class Speculator:
                 self._records.judge(sequence, (option.drafter.name, draft.kind), draft, [])
             elif scheduler.add_draft(plan, place, draft):
                 self._owners[sequence.id] = option.drafter
-        for sequence, option in zip(sequences, free, strict=True):
+        for sequence, option in zip(sequences, pick.proposed, strict=True):
             if option is None or option.draft is None:
                 continue
             if self._owners.get(sequence.id) is option.drafter:

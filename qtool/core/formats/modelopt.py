@@ -139,8 +139,7 @@ class ModelOpt:
 
 def _calibrated(scheme: LinearScheme) -> bool:
     """Whether inputs are rounded by a stored range."""
-    inputs = scheme.activation
-    return inputs is not None and (inputs.kind == "nvfp4" or not inputs.dynamic)
+    return scheme.activation is not None and scheme.activation.calibrated
 
 
 def _end(module: str) -> str:
