@@ -5,11 +5,11 @@
         --peer llmcompressor=/venvs/llmcompressor/bin/python --peer gptqmodel=/venvs/gptqmodel/bin/python \\
         --contenders qtool:awq+gptq qtool:gptq llmcompressor:gptq gptqmodel:gptq --seeds 0 1 2
 
-A contender is a library and its method: benchmarks/peers/quantize_LIBRARY.py says which it knows, qtool's
-are a recipe's. All get the checkpoint, the scheme, the scope and the same windows of token ids, drawn anew by
-each seed, and are judged by their own model's forward in float32, over the first windows of the evaluation
-text, against the unquantized model by transformers. Every run is a process of its own and a line of the
-results file; runs that it holds already are not done again, and --report only prints what it holds.
+A contender is a library and its method: benchmarks/peers/quantize_LIBRARY.py says which it knows. All get the
+checkpoint, the scheme, the scope and the same windows of token ids, drawn anew by each seed, and are judged by
+their own model's forward in float32, over the first windows of the evaluation text, against the unquantized
+model by transformers. Every run is a process of its own and a line of the results file; runs that it holds
+already are not done again, and --report only prints what it holds.
 """
 
 import argparse
@@ -124,25 +124,37 @@ def table(runs: Iterable[Run], reference: str) -> list[Row]:
     return sorted(rows, key=lambda row: row.kl)
 
 
-def render(cell: Cell, rows: list[Row], reference: str) -> str:
-    """A cell's rows as a Markdown table."""
-    lines = [
-        f"**{cell}** (KL in nats; ratio to {reference})",
-        "",
-        "| contender | seeds | KL median (least to most) | ratio | top-1 | perplexity | seconds | peak GiB |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+def render(cell: Cell, rows: list[Row], reference: str, *, seconds: bool = True) -> str:
+    """A cell's rows as a Markdown table; `seconds` of runs that shared the machine are better left out."""
+    titles = [
+        "contender",
+        "seeds",
+        "KL, median (least to most)",
+        f"ratio to {reference}",
+        "top-1",
+        "perplexity",
     ]
+    titles += ["seconds"] * seconds + ["peak GiB"]
+    lines = [f"**{cell}**", "", _line(titles), _line(["---"] * len(titles))]
     for row in rows:
-        ratio = "" if row.ratio is None else "{:.2f} ({:.2f} to {:.2f})".format(*row.ratio)
-        lines.append(
-            f"| {row.contender} | {len(row.seeds)} | {{:.4f}} ({{:.4f}} to {{:.4f}}) | {ratio} | "
-            f"{row.top1_agreement:.2%} | {row.perplexity:.2f} | {row.seconds:.0f} | "
-            f"{row.peak_memory_bytes / 2**30:.2f} |".format(*row.kl)
-        )
+        cells = [row.contender, ", ".join(map(str, row.seeds)), _spread(row.kl, 4, row.seeds)]
+        cells += ["" if row.ratio is None else _spread(row.ratio, 2, row.seeds)]
+        cells += [f"{row.top1_agreement:.1%}", f"{row.perplexity:.2f}"]
+        cells += [f"{row.seconds:.0f}"] * seconds + [f"{row.peak_memory_bytes / 2**30:.2f}"]
+        lines.append(_line(cells))
     return "\n".join(lines)
 
 
-def report(runs: list[Run], reference: str, as_json: bool) -> None:
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _spread(found: tuple[float, float, float], digits: int, seeds: Sequence[int]) -> str:
+    median, least, most = (f"{one:.{digits}f}" for one in found)
+    return median if len(seeds) == 1 else f"{median} ({least} to {most})"
+
+
+def report(runs: list[Run], reference: str, *, as_json: bool, seconds: bool) -> None:
     cells = list(dict.fromkeys(run.cell for run in runs))
     tables = {cell: table([run for run in runs if run.cell == cell], reference) for cell in cells}
     if as_json:
@@ -151,7 +163,7 @@ def report(runs: list[Run], reference: str, as_json: bool) -> None:
         ]
         print(json.dumps(found, indent=2))
     else:
-        print("\n\n".join(render(cell, rows, reference) for cell, rows in tables.items()))
+        print("\n\n".join(render(cell, rows, reference, seconds=seconds) for cell, rows in tables.items()))
 
 
 def write_baseline(checkpoint: Path, evaluation_text: str, folder: Path) -> None:
@@ -282,6 +294,7 @@ def parse() -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--results", type=Path, required=True, help="JSON lines; made or gone on with")
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--json", action="store_true", help="print the tables as JSON")
+    parser.add_argument("--no-seconds", action="store_true", help="print none: other work ran beside")
     parser.add_argument("--reference", default="qtool:awq+gptq", help="whose KL the others are divided by")
     parser.add_argument("--peer", action="append", default=[], metavar="LIBRARY=PYTHON")
     parser.add_argument("--contenders", nargs="+", default=[], metavar="LIBRARY:METHOD")
@@ -310,7 +323,7 @@ def parse() -> tuple[argparse.Namespace, dict[str, str]]:
 def main() -> None:
     args, pythons = parse()
     succeeded = args.report or measure(args, pythons)
-    report(read_runs(args.results), args.reference, args.json)
+    report(read_runs(args.results), args.reference, as_json=args.json, seconds=not args.no_seconds)
     sys.exit(0 if succeeded else 1)
 
 

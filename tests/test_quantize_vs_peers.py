@@ -54,7 +54,16 @@ def test_ratios_pair_seeds_and_medians_are_over_all_of_them() -> None:
 def test_a_contender_without_the_reference_has_no_ratio() -> None:
     (row,) = driver.table([_run("peer:gptq", 0, 0.3)], "qtool:gptq")
     assert row.ratio is None
-    assert "| peer:gptq | 1 | 0.3000 (0.3000 to 0.3000) |  |" in driver.render(CELL, [row], "qtool:gptq")
+    assert "| peer:gptq | 0 | 0.3000 |  |" in driver.render(CELL, [row], "qtool:gptq")
+
+
+def test_a_table_names_its_seeds_and_leaves_seconds_out_on_demand() -> None:
+    (row,) = driver.table([_run("qtool:gptq", seed, 0.1 * (seed + 1)) for seed in (0, 1)], "qtool:gptq")
+    expected = "| qtool:gptq | 0, 1 | 0.1500 (0.1000 to 0.2000) | 1.00 (1.00 to 1.00) | 90.0% | 25.00 |"
+    assert driver.render(CELL, [row], "qtool:gptq").splitlines()[-1] == f"{expected} 10 | 1.00 |"
+    short = driver.render(CELL, [row], "qtool:gptq", seconds=False)
+    assert short.splitlines()[-1] == f"{expected} 1.00 |"
+    assert "seconds" not in short
 
 
 def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
@@ -120,3 +129,20 @@ def test_every_scheme_is_a_recipe(scheme: str, scope: str, monkeypatch: pytest.M
     assert ("*.self_attn.*" in rule.targets) == (scope == "linears")
     assert (rule.activations is None) == scheme.startswith("int")
     assert rule.activations is None or rule.activations.dynamic != scheme.endswith("static")
+
+
+def test_a_method_takes_its_options_after_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
+    ours = _load("quantize_qtool", BENCHMARKS / "peers" / "quantize_qtool.py")
+
+    def method(name: str) -> Any:
+        job = sys.modules["quantize_job"].Job(
+            "c", name, "int4-g64-asym", "mlp", "t.txt", 16, 64, 3, 1, "w", "b"
+        )
+        (rule,) = ours.recipe(job).quantization.rules
+        return rule.method
+
+    assert not method("rtn").search_range
+    assert method("rtn-mse").search_range
+    assert method("awq+gptq-correct").name == "awq+gptq"
+    assert method("awq+gptq-correct").correct

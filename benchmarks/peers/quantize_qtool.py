@@ -1,6 +1,7 @@
 """qtool itself, under the same clock: quantize by a recipe, then judge by the reference engine.
 
-The method is a recipe's.
+The method is a recipe's. With -mse at the end (rtn-mse) ranges of weights are searched, with -correct
+(awq+gptq-correct) layers make up for the errors before them, as those options of a recipe's method say.
 """
 
 import tempfile
@@ -24,6 +25,15 @@ WINDOW = 1024
 """Tokens that the engine holds: an evaluation window."""
 
 
+OPTIONS = {"mse": "search_range", "correct": "correct"}
+
+
+def method(job: Job) -> dict[str, Any]:
+    """A recipe's method, with the options that follow its name."""
+    name, *options = job.method.split("-")
+    return {"name": name, **{OPTIONS[option]: True for option in options}}
+
+
 def rule(job: Job) -> dict[str, Any]:
     """The one rule of a recipe."""
     numbers: dict[str, Any]
@@ -38,7 +48,7 @@ def rule(job: Job) -> dict[str, Any]:
         bits, group_size, symmetric = job.integers
         numbers = {"weights": {"num_bits": bits, "group_size": group_size, "symmetric": symmetric}}
     targets = ["*.mlp.*"] if job.scope == "mlp" else ["*.mlp.*", "*.self_attn.*"]
-    return {"targets": targets, **numbers, "method": job.method}
+    return {"targets": targets, **numbers, "method": method(job)}
 
 
 def recipe(job: Job) -> Recipe:
