@@ -5,11 +5,11 @@
         --peer llmcompressor=/venvs/llmcompressor/bin/python --peer gptqmodel=/venvs/gptqmodel/bin/python \\
         --contenders qtool:awq+gptq qtool:gptq llmcompressor:gptq gptqmodel:gptq --seeds 0 1 2
 
-A contender is a library and its method: benchmarks/peers/quantize_LIBRARY.py says which it knows. All get the
-checkpoint, the scheme, the scope and the same windows of token ids, drawn anew by each seed, and are judged by
-their own model's forward in float32, over the first windows of the evaluation text, against the unquantized
-model by transformers. Every run is a process of its own and a line of the results file; runs that it holds
-already are not done again, and --report only prints what it holds.
+A contender is a library and its method: benchmarks/peers/quantize_LIBRARY.py says which it knows. All get
+the checkpoint, the scheme, the scope and the same windows of token ids, drawn anew by each seed, and are
+judged by their own model's forward in float32, over the first windows of the evaluation text, against the
+unquantized model by transformers. Every run is a process of its own and a line of the results file; runs
+that it holds already are not done again, and --report only prints what it holds.
 """
 
 import argparse
