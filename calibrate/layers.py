@@ -1,7 +1,7 @@
 """Run a checkpoint layer by layer with transformers' own modules, one layer in memory at a time."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,10 +193,12 @@ class LayerRunner:
     ) -> Iterator[Tensor]:
         """Run the loaded layer `index` on hidden states [S, L, hidden]: its output [1, L, hidden] for each
         window in turn. Keys and values pass through `cache`; `exact` overrules `fast`."""
-        for window in hidden:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self._fast and not exact):
-                output = self.call(index, window.to(self.device), cache)
-            yield output
+        fast = self._fast and not exact
+        with _linears_in_bfloat16(self.model.model.layers[index]) if fast else nullcontext():
+            for window in hidden:
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=fast):
+                    output = self.call(index, window.to(self.device), cache)
+                yield output
 
     def call(self, index: int, window: Tensor, cache: KvRanges | KvRounding | None = None) -> Tensor:
         """The output [1, L, hidden] of the loaded layer `index` for one window, [L, hidden], which it can be
@@ -261,6 +263,19 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@contextmanager
+def _linears_in_bfloat16(layer: nn.Module) -> Iterator[None]:
+    """Round the weights of the layer's linears for a block: autocast would do so anew for each window."""
+    kept = [(part, part.weight) for part in layer.modules() if isinstance(part, nn.Linear)]
+    for linear, weight in kept:
+        linear.weight = nn.Parameter(weight.bfloat16(), requires_grad=False)
+    try:
+        yield
+    finally:
+        for linear, weight in kept:
+            linear.weight = weight
 
 
 def _checked(name: str, shape: torch.Size, weights: Weights, device: torch.device) -> Tensor:

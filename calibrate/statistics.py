@@ -129,6 +129,11 @@ class Collector:
                 hook.remove()
             self._latest = None
 
+    @property
+    def seen(self) -> list[str]:
+        """The linears that have seen something, in the order in which they first did."""
+        return list(self._leader)
+
     def _see(self, name: str, x: Tensor) -> None:
         if self._latest is None or self._latest[0] is not x:
             self._latest = (x, name)

@@ -1,18 +1,19 @@
 """Take calibration windows through a model, quantizing each layer for what the layers before it make."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from qtool.calibrate.experts import showing_all
+from qtool.calibrate.experts import expert_of, showing_all
 from qtool.calibrate.hidden import HiddenStates, hold
 from qtool.calibrate.kv import KvRanges, KvRounding
 from qtool.calibrate.layers import CPU, LayerRunner, checkpoint_weights
-from qtool.calibrate.replay import Replay
+from qtool.calibrate.replay import Replay, silenced
 from qtool.calibrate.skeleton import COMPUTED, HEAD, PREFIX
 from qtool.calibrate.statistics import Collector, InputStatistics
 from qtool.core.activation import Activation
@@ -150,8 +151,11 @@ def _calibrate(
         watched.enter_context(collector.watching({module: linears[module] for module in chosen}))
         if plan.all_experts:
             watched.enter_context(showing_all(runner.model.model.layers[index]))
-        for _ in runner.run(index, hidden, ranges):
-            pass
+        states = iter(hidden)
+        _run(runner, index, islice(states, 1), ranges)
+        idle = _last(collector.seen, index)
+        with silenced(linears[idle]) if idle else nullcontext():
+            _run(runner, index, states, ranges)
     statistics = complete(collector.statistics(), {module: linears[module].in_features for module in chosen})
     unseen = next((module for module in chosen if module not in statistics), None)
     if unseen is not None:
@@ -162,6 +166,19 @@ def _calibrate(
         raise UsageError(f"{PREFIX}.{index}: hands no keys and values to a cache; drop quantization.kv_cache")
     scales = ranges.scales(plan.kv_cache)
     return statistics, KvLayout(plan.kv_cache).store(attention_of(index), scales)
+
+
+def _run(runner: LayerRunner, index: int, states: Iterator[Tensor], ranges: KvRanges | None) -> None:
+    for _ in runner.run(index, states, ranges):
+        pass
+
+
+def _last(seen: Sequence[str], index: int) -> str | None:
+    """The linear, among those `seen` in this order, that nothing else waits for: behind attention the last,
+    unless experts take turns."""
+    if not seen or seen[-1].startswith(f"{attention_of(index)}.") or any(map(expert_of, seen)):
+        return None
+    return seen[-1]
 
 
 def _stored_dtypes(source: Checkpoint, prefix: str) -> dict[str, torch.dtype]:

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from qtool.calibrate.replay import Replay
+from qtool.calibrate.replay import Replay, silenced
 
 
 def test_what_was_recorded_is_given_again_without_computing() -> None:
@@ -38,3 +38,11 @@ def test_a_block_that_fails_leaves_the_module_as_it_was() -> None:
         pass
     assert not linear._forward_hooks
     assert "forward" not in vars(linear)
+
+
+def test_a_silenced_linear_gives_zeros_of_its_shape_and_computes_again_afterwards() -> None:
+    linear, x = nn.Linear(5, 3), torch.randn(4, 2, 5)
+    whole = linear(x)
+    with silenced(linear):
+        assert torch.equal(linear(x), torch.zeros(4, 2, 3))
+    assert torch.equal(linear(x), whole)

@@ -20,6 +20,7 @@ from qtool.core.checkpoint import Checkpoint
 from qtool.core.manifest import MANIFEST, Manifest
 from qtool.core.recipe import Calibration, Recipe, override
 from qtool.errors import QtoolError, UsageError
+from qtool.quantize import stream
 from qtool.quantize.pipeline import quantize_checkpoint
 
 TEXT = "A short text to calibrate on: 3.14159, naïve, def f(x): return x * 2.\n" * 30
@@ -206,6 +207,17 @@ def test_layers_see_what_the_quantized_layers_before_them_make(
 def test_the_same_recipe_gives_the_same_bytes(tiny: Path, text: Path, tmp_path: Path, method: str) -> None:
     for name in ("one", "two"):
         quantize_checkpoint(tiny, recipe_of(text, method), tmp_path / name)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+@pytest.mark.parametrize("targets", ["*.mlp.*", "*.mlp.gate_proj", "*"])
+def test_leaving_out_what_nothing_waits_for_changes_no_byte(
+    tiny: Path, text: Path, tmp_path: Path, targets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(text, "gptq", targets=targets, keep=("lm_head", "*.embed_tokens"))
+    quantize_checkpoint(tiny, recipe, tmp_path / "one")
+    monkeypatch.setattr(stream, "_last", lambda *_: None)
+    quantize_checkpoint(tiny, recipe, tmp_path / "two")
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
