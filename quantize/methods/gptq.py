@@ -69,26 +69,27 @@ def shrunk(statistics: InputStatistics) -> Tensor:
 def _round_columns(
     weight: Tensor, grid: Grid, order: Tensor, factor: Tensor, block_size: int
 ) -> QuantizedTensor:
-    """Algorithm 1 of the paper: updates go to the rest of a block of columns at once, and to the blocks after
-    it when the block is done. Columns are held as rows, since one is read and written at a time."""
+    """Algorithm 1 of the paper: a column makes up for errors in its block when its turn comes, and the blocks
+    after it when the block is done. Columns are held as rows, since one is read and written at a time."""
     in_features, scheme = weight.shape[1], grid.scheme
     group, diagonal = (order // (in_features // grid.scale.shape[1])).tolist(), factor.diagonal().tolist()
-    scale = grid.scale.float().T.contiguous()
-    zero_point = (
-        torch.zeros_like(scale) if grid.zero_point is None else grid.zero_point.float().T.contiguous()
-    )
+    steps = grid.scale.float().T.contiguous()
+    zeros = torch.zeros_like(steps) if grid.zero_point is None else grid.zero_point.float().T.contiguous()
+    grids = list(zip(steps.unbind(), zeros.unbind(), strict=True))
     remaining = weight.T[order]
     codes = torch.empty_like(remaining)
     for start in range(0, in_features, block_size):
         end = min(start + block_size, in_features)
         block, inner = remaining[start:end], factor[start:end, start:end]
         errors = torch.empty_like(block)
-        for place, column in enumerate(range(start, end)):
-            step, zero = scale[group[column]], zero_point[group[column]]
-            code = (block[place] / step).round_().add_(zero).clamp_(scheme.low, scheme.high)
-            torch.div(block[place] - (code - zero) * step, diagonal[column], out=errors[place])
-            codes[column] = code
-            block[place + 1 :].addr_(inner[place, place + 1 :], errors[place], alpha=-1)
+        columns = zip(block.unbind(), codes[start:end].unbind(), errors.unbind(), strict=True)
+        for place, (value, code, error) in enumerate(columns):
+            step, zero = grids[group[start + place]]
+            if place:
+                value.addmv_(errors[:place].T, inner[:place, place], alpha=-1)
+            torch.div(value, step, out=code).round_().add_(zero).clamp_(scheme.low, scheme.high)
+            torch.sub(code, zero, out=error).mul_(step)
+            torch.sub(value, error, out=error).div_(diagonal[start + place])
         remaining[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
     original = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     original[:, order] = codes.T.to(torch.int8)

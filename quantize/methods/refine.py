@@ -20,14 +20,19 @@ def refine(
     weight: Tensor, quantized: QuantizedTensor, hessian: Tensor, sweeps: int, block_size: int
 ) -> QuantizedTensor:
     """`sweeps` times both steps, for a weight [N, K] and a positive definite hessian [K, K]."""
+    if not sweeps:
+        return quantized
+    wanted = weight @ hessian
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    ordered = reordered(hessian, order)
     for _ in range(sweeps):
-        quantized = refit_scales(weight, quantized, hessian)
-        quantized = descend(weight, quantized, hessian, block_size)
+        quantized = refit_scales(quantized, hessian, wanted)
+        quantized = descend(quantized, ordered, order, wanted, block_size)
     return quantized
 
 
-def refit_scales(weight: Tensor, quantized: QuantizedTensor, hessian: Tensor) -> QuantizedTensor:
-    """The scales of least output error for the codes as they are.
+def refit_scales(quantized: QuantizedTensor, hessian: Tensor, wanted: Tensor) -> QuantizedTensor:
+    """The scales of least output error for the codes as they are, given `wanted`, ``W H`` [N, K].
 
     For each row, with c_g its codes in group g less their zero point: the normal equations
     ``Σ_h (c_g H_gh c_h) s_h = c_g (H w)_g``. A scale that would leave half to twice its value stays: codes
@@ -37,56 +42,60 @@ def refit_scales(weight: Tensor, quantized: QuantizedTensor, hessian: Tensor) ->
     if quantized.zero_point is not None:
         centred = (grouped(centred, quantized.scheme) - quantized.zero_point[..., None].float()).flatten(1)
     old = quantized.scale.float()
-    chunks = [slice(start, start + _ROWS) for start in range(0, len(weight), _ROWS)]
-    new = torch.cat([_least_squares(weight[rows], centred[rows], old[rows], hessian) for rows in chunks])
+    chunks = [slice(start, start + _ROWS) for start in range(0, len(wanted), _ROWS)]
+    new = torch.cat([_least_squares(wanted[rows], centred[rows], old[rows], hessian) for rows in chunks])
     new = torch.where((new > old / 2) & (new < 2 * old), new, old)
     return QuantizedTensor(
         quantized.codes, new.to(quantized.scale.dtype), quantized.zero_point, quantized.scheme
     )
 
 
-def _least_squares(weight: Tensor, centred: Tensor, old: Tensor, hessian: Tensor) -> Tensor:
+def _least_squares(wanted: Tensor, centred: Tensor, old: Tensor, hessian: Tensor) -> Tensor:
     out_features, groups = old.shape
-    size = weight.shape[1] // groups
+    size = wanted.shape[1] // groups
     products = torch.empty(out_features, groups, groups, device=old.device)
-    for group in range(groups):
-        columns = slice(group * size, (group + 1) * size)
-        made = centred[:, columns] @ hessian[columns]
-        products[:, :, group] = (made * centred).view(out_features, groups, size).sum(-1)
-    wanted = ((weight @ hessian) * centred).view(out_features, groups, size).sum(-1)
+    for group in range(groups):  # products are symmetric: half of them are computed
+        start, end = group * size, (group + 1) * size
+        made = (centred[:, start:end] @ hessian[start:end, start:]).mul_(centred[:, start:])
+        products[:, group:, group] = made.view(out_features, -1, size).sum(-1)
+        products[:, group, group:] = products[:, group:, group]
+    target = (wanted * centred).view(out_features, groups, size).sum(-1)
     # A group of zero codes has no say in its scale: this keeps the old one, and moves no other.
     diagonal = products.diagonal(dim1=1, dim2=2)
     ridge = 1e-6 * diagonal.mean(1, keepdim=True) + torch.finfo(torch.float32).tiny
     damped = products + torch.diag_embed(ridge.expand_as(diagonal))
-    solution, failed = torch.linalg.solve_ex(damped, wanted + ridge * old)
+    solution, failed = torch.linalg.solve_ex(damped, target + ridge * old)
     return torch.where((failed == 0)[:, None], solution, old)
 
 
-def descend(weight: Tensor, quantized: QuantizedTensor, hessian: Tensor, block_size: int) -> QuantizedTensor:
-    """One sweep over the columns, each code set to its best given all others; loudest inputs first.
+def descend(
+    quantized: QuantizedTensor, hessian: Tensor, order: Tensor, wanted: Tensor, block_size: int
+) -> QuantizedTensor:
+    """One sweep over the columns in `order` [K], each code set to its best given all others.
 
-    The gradient ``ΔW H`` is kept up to date for the columns still to come: at once within a block of them,
-    for the rest when the block is done. Columns are held as rows, since one is read and written at a time.
+    `hessian` [K, K] is in that order, `wanted`, ``W H`` [N, K], in the weight's. The gradient ``ΔW H`` is
+    brought up to date for a column when its turn comes, by the changes before it in its block; for the blocks
+    to come when the block is done. Columns are held as rows, since one is read and written at a time.
     """
-    in_features = weight.shape[1]
+    in_features = len(order)
     scheme, groups = quantized.scheme, quantized.scale.shape[1]
-    order = hessian.diagonal().argsort(descending=True, stable=True)
-    hessian = reordered(hessian, order)
     diagonal, group = hessian.diagonal().tolist(), (order // (in_features // groups)).tolist()
-    scale = quantized.scale.float().T.contiguous()
+    steps = quantized.scale.float().T.contiguous().unbind()
     codes = quantized.codes.T[order].float()
-    gradient = hessian @ (quantized.dequantize() - weight).T[order]
+    gradient = torch.addmm(wanted.T[order], hessian, quantized.dequantize().T[order], beta=-1)
     for start in range(0, in_features, block_size):
         end = min(start + block_size, in_features)
         block, inner = gradient[start:end], hessian[start:end, start:end]
         change = torch.empty_like(block)
-        for place, column in enumerate(range(start, end)):
-            step = scale[group[column]]
-            best = torch.addcdiv(codes[column], block[place], step, value=-1 / diagonal[column])
+        columns = zip(block.unbind(), codes[start:end].unbind(), change.unbind(), strict=True)
+        for place, (slope, code, changed) in enumerate(columns):
+            step = steps[group[start + place]]
+            if place:
+                slope.addmv_(change[:place].T, inner[place, :place])
+            best = torch.addcdiv(code, slope, step, value=-1 / diagonal[start + place])
             best.round_().clamp_(scheme.low, scheme.high)
-            torch.mul(best - codes[column], step, out=change[place])
-            codes[column] = best
-            block[place + 1 :].addr_(inner[place + 1 :, place], change[place])
+            torch.sub(best, code, out=changed).mul_(step)
+            code.copy_(best)
         gradient[end:].addmm_(hessian[end:, start:end], change)
     found = torch.empty_like(quantized.codes)
     found[:, order] = codes.T.to(torch.int8)

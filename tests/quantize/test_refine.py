@@ -26,6 +26,15 @@ def rounded(scheme: IntScheme) -> tuple[Tensor, QuantizedTensor]:
     return weight, fit_grid(weight, scheme, torch.float32).quantize(weight)
 
 
+def refit(weight: Tensor, quantized: QuantizedTensor) -> QuantizedTensor:
+    return refit_scales(quantized, hessian(), weight @ hessian())
+
+
+def descended(weight: Tensor, quantized: QuantizedTensor, block_size: int) -> QuantizedTensor:
+    order = hessian().diagonal().argsort(descending=True)
+    return descend(quantized, hessian()[order][:, order], order, weight @ hessian(), block_size)
+
+
 def errors(weight: Tensor, quantized: QuantizedTensor) -> Tensor:
     """[N], of each row."""
     difference = quantized.dequantize() - weight
@@ -36,20 +45,20 @@ def errors(weight: Tensor, quantized: QuantizedTensor) -> Tensor:
 def test_neither_step_raises_the_error_of_any_row_and_both_lower_it(scheme: IntScheme) -> None:
     weight, before = rounded(scheme)
     # float32 sums in another order: a millionth.
-    refit = refit_scales(weight, before, hessian())
-    assert bool((errors(weight, refit) <= errors(weight, before) * 1.00001).all())
-    descended = descend(weight, refit, hessian(), 7)
-    assert bool((errors(weight, descended) <= errors(weight, refit) * 1.00001).all())
-    assert float(errors(weight, descended).sum()) < 0.7 * float(errors(weight, before).sum())
-    assert int(descended.codes.min()) >= scheme.low
-    assert int(descended.codes.max()) <= scheme.high
+    scaled = refit(weight, before)
+    assert bool((errors(weight, scaled) <= errors(weight, before) * 1.00001).all())
+    after = descended(weight, scaled, 7)
+    assert bool((errors(weight, after) <= errors(weight, scaled) * 1.00001).all())
+    assert float(errors(weight, after).sum()) < 0.7 * float(errors(weight, before).sum())
+    assert int(after.codes.min()) >= scheme.low
+    assert int(after.codes.max()) <= scheme.high
 
 
 def test_in_the_end_no_code_can_be_bettered_on_its_own() -> None:
     scheme = SCHEMES[0]
     weight, quantized = rounded(scheme)
     for _ in range(20):
-        quantized = descend(weight, quantized, hessian(), 32)
+        quantized = descended(weight, quantized, 32)
     grid = Grid(quantized.scale, quantized.zero_point, scheme)
     best = errors(weight, quantized)
     for column in range(96):
@@ -62,17 +71,17 @@ def test_in_the_end_no_code_can_be_bettered_on_its_own() -> None:
 
 def test_the_block_size_changes_no_more_than_the_order_of_sums() -> None:
     weight, quantized = rounded(SCHEMES[0])
-    one, other = (descend(weight, quantized, hessian(), size).codes for size in (5, 96))
+    one, other = (descended(weight, quantized, size).codes for size in (5, 96))
     assert float((one != other).float().mean()) < 0.01
 
 
 def test_scales_are_the_least_squares_ones() -> None:
     weight, quantized = rounded(SCHEMES[2])
-    refit = refit_scales(weight, quantized, hessian())
+    scaled = refit(weight, quantized)
     for row in range(len(weight)):
         codes = quantized.codes[row].float()
         wanted = (codes @ hessian() @ weight[row]) / (codes @ hessian() @ codes)
-        assert float(refit.scale[row]) == pytest.approx(float(wanted), rel=1e-4)
+        assert float(scaled.scale[row]) == pytest.approx(float(wanted), rel=1e-4)
 
 
 def test_a_group_of_zeros_keeps_its_scale_and_disturbs_no_other() -> None:
