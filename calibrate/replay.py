@@ -6,7 +6,7 @@ attention need not be where that stays as it is.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,12 +48,13 @@ class Replay:
 @contextmanager
 def silenced(linear: nn.Linear) -> Iterator[None]:
     """Let `linear` give zeros [..., N] instead of computing while the block runs: nobody wants its output."""
+    module, out_features = cast(nn.Module, linear), linear.out_features
 
     def zeros(x: Tensor) -> Tensor:
-        return torch.zeros((), dtype=x.dtype, device=x.device).expand(*x.shape[:-1], linear.out_features)
+        return torch.zeros((), dtype=x.dtype, device=x.device).expand(*x.shape[:-1], out_features)
 
-    linear.forward = zeros
+    module.forward = zeros
     try:
         yield
     finally:
-        del linear.forward
+        del module.forward
