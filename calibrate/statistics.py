@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from qtool.calibrate.finite import is_finite
 from qtool.errors import QtoolError
 
+_BLOCK = 256
+"""Rows of a second moment that are used at once."""
+
 
 @dataclass(frozen=True)
 class InputStatistics:
@@ -54,7 +57,13 @@ class InputStatistics:
 
     def output_power(self, weight: Tensor) -> float:
         """Mean over tokens of ``|weight x|²``, exactly: ``tr(W H Wᵀ)`` for weight [N, K]."""
-        return float(((weight @ self.second_moment) * weight).sum(dtype=torch.float64))
+        total = 0.0
+        for start in range(0, weight.shape[1], _BLOCK):  # the moment is symmetric: half of it is enough
+            end = start + _BLOCK
+            products = weight[:, start:end] @ self.second_moment[start:end, start:]
+            products[:, _BLOCK:] *= 2
+            total += float(products.mul_(weight[:, start:]).sum(dtype=torch.float64))
+        return total
 
 
 def pooled(statistics: Sequence[InputStatistics]) -> InputStatistics:
@@ -73,10 +82,6 @@ def pooled(statistics: Sequence[InputStatistics]) -> InputStatistics:
     low = torch.stack([one.low for one in statistics]).amin(0)
     high = torch.stack([one.high for one in statistics]).amax(0)
     return InputStatistics(moment, mean_abs, low, high, tokens)
-
-
-_BLOCK = 256
-"""Rows of a second moment that are summed up at once."""
 
 
 class _Sums:

@@ -11,7 +11,6 @@ from qtool.calibrate.finite import is_finite
 from qtool.calibrate.statistics import InputStatistics
 from qtool.core.formats import compressed_tensors
 from qtool.core.manifest import LinearRecord
-from qtool.core.qtensor import Quantized
 from qtool.core.recipe import GptqOptions, Rtn
 from qtool.core.schemes import Fp4Scheme, Fp8Scheme, IntScheme
 from qtool.errors import QtoolError
@@ -74,8 +73,9 @@ def quantize_layer(
     """
     seen, poor = dict(statistics), starved(assigned, statistics)
     assigned = {**assigned, **poor}
+    signal = {module: _power(layer.weight(module), seen.get(module)) for module in assigned}
     before = {
-        module: _rounded_db(layer, module, one, seen.get(module))
+        module: _sqnr_db(signal[module], _rounding_noise(layer, module, one, seen.get(module)))
         for module, one in assigned.items()
         if not _just_rounds(one, seen.get(module))
     }
@@ -95,6 +95,7 @@ def quantize_layer(
         try:
             if module == closing:
                 weight, given = _aimed(layer, module, assignment)
+                signal[module] = _power(weight, given)
             weight = weight.to(device)
             given = None if given is None else given.to(device)
             scale = None if scale is None else scale.to(device)
@@ -104,7 +105,7 @@ def quantize_layer(
         tensors.update(
             compressed_tensors.encode(module, chosen.weight, calibrated(assignment.activation, given))
         )
-        after = _sqnr_db(weight, chosen.weight, given)
+        after = _sqnr_db(signal[module], _power(chosen.weight.dequantize() - weight, given))
         layer.weight(module).copy_(chosen.weight.dequantize())
         record = _record(assignment, chosen, given, folded.get(module), before.get(module, after), after)
         return record.model_copy(update={"starved": True}) if module in poor else record
@@ -186,22 +187,21 @@ def _just_rounds(assignment: Assignment, seen: InputStatistics | None) -> bool:
     return seen is None and isinstance(assignment.method, Rtn) and not assignment.method.search_range
 
 
-def _rounded_db(
+def _rounding_noise(
     layer: LoadedLayer, module: str, assignment: Assignment, seen: InputStatistics | None
 ) -> float:
-    """What the linear would lose without any method."""
+    """The power of what the linear would lose without any method."""
     weight = layer.weight(module)
-    return _sqnr_db(weight, rtn(weight, assignment.scheme, layer.dtypes[f"{module}.weight"]), seen)
+    rounded = rtn(weight, assignment.scheme, layer.dtypes[f"{module}.weight"])
+    return _power(rounded.dequantize() - weight, seen)
 
 
-def _sqnr_db(weight: Tensor, quantized: Quantized, seen: InputStatistics | None) -> float:
-    power = seen.output_power if seen else _power
-    signal, noise = power(weight), power(quantized.dequantize() - weight)
+def _sqnr_db(signal: float, noise: float) -> float:
     if noise <= signal * 10 ** (-_MOST_DB / 10):
         return _MOST_DB
     return 10 * math.log10(signal / noise) if signal > 0 else -_MOST_DB
 
 
-def _power(weight: Tensor) -> float:
-    """Of the output for inputs that are noise of power 1."""
-    return float(weight.square().sum(1).sum(dtype=torch.float64))
+def _power(weight: Tensor, seen: InputStatistics | None) -> float:
+    """Of the output of a weight [N, K]; unseen inputs are taken to be noise of power 1."""
+    return seen.output_power(weight) if seen else float(weight.square().sum(1).sum(dtype=torch.float64))
