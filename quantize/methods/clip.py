@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qtool.core.schemes import IntScheme
-from qtool.quantize.methods.grid import Grid, fit_grid, grouped
+from qtool.quantize.methods.grid import Grid, extremes, fit_grid, grouped, spanning
 
 _RATIOS = tuple(1 - step / 40 for step in range(21))
 """1.0 down to 0.5, the range that AWQ's authors search."""
@@ -38,14 +38,15 @@ def search_range(
 ) -> Grid:
     """The grid of least square error of a weight [N, K], each column weighed by `importance` [K] if given."""
     weights = 1.0 if importance is None else grouped(importance[None], scheme)
-    ratio = _search(weight, scheme, dtype, lambda error: (error.square() * weights).sum(-1))
+    ratio = _search(weight, scheme, dtype, lambda error: error.square_().mul_(weights).sum(-1))
     return fit_grid(weight, scheme, dtype, ratio)
 
 
 def _search(
     weight: Tensor, scheme: IntScheme, dtype: torch.dtype, power: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The ratio [N, G] of least `power`, which gives that of errors [N, G, g] as [N, G]."""
+    """The ratio [N, G] of least `power`, which gives that of errors [N, G, g] as [N, G] and may overwrite
+    them."""
     parts = [weight[start : start + _ROWS] for start in range(0, len(weight), _ROWS)]
     return torch.cat([_search_rows(part, scheme, dtype, power) for part in parts])
 
@@ -54,11 +55,11 @@ def _search_rows(
     weight: Tensor, scheme: IntScheme, dtype: torch.dtype, power: Callable[[Tensor], Tensor]
 ) -> Tensor:
     values = grouped(weight, scheme)
+    ends = extremes(values, scheme)
     best_error = torch.full(values.shape[:2], torch.inf, device=values.device)
     best_ratio = torch.ones(values.shape[:2], device=values.device)
     for ratio in _ratios(scheme):
-        rounded = fit_grid(weight, scheme, dtype, ratio).fake_quantize(weight)
-        error = power(grouped(rounded, scheme) - values)
+        error = power(spanning(ends, scheme, dtype, ratio).error(values))
         better = error < best_error
         best_error = torch.where(better, error, best_error)
         best_ratio = torch.where(better, ratio, best_ratio)

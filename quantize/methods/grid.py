@@ -23,19 +23,18 @@ class Grid:
 
     def quantize(self, weight: Tensor) -> QuantizedTensor:
         """Round a weight [N, K] to the nearest point of the grid."""
-        codes = self._codes(weight).view(weight.shape)
+        codes = self._codes(grouped(weight, self.scheme)).view(weight.shape)
         return QuantizedTensor(codes.to(torch.int8), self.scale, self.zero_point, self.scheme)
 
-    def fake_quantize(self, weight: Tensor) -> Tensor:
-        """The point of the grid nearest to each of a weight [N, K], in float32."""
+    def error(self, values: Tensor) -> Tensor:
+        """What rounding groups [N, G, K // G] to the nearest point of the grid adds to them, in float32."""
         scale, zero_point = self._parts()
-        return ((self._codes(weight) - zero_point) * scale).view(weight.shape)
+        return self._codes(values).sub_(zero_point).mul_(scale).sub_(values)
 
-    def _codes(self, weight: Tensor) -> Tensor:
-        """Codes [N, G, K // G] as float32 for a weight [N, K]."""
+    def _codes(self, values: Tensor) -> Tensor:
+        """Codes of groups [N, G, K // G], as float32."""
         scale, zero_point = self._parts()
-        codes = (grouped(weight, self.scheme) / scale).round_().add_(zero_point)
-        return codes.clamp_(self.scheme.low, self.scheme.high)
+        return (values / scale).round_().add_(zero_point).clamp_(self.scheme.low, self.scheme.high)
 
     def _parts(self) -> tuple[Tensor, Tensor]:
         zero_point = torch.zeros(()) if self.zero_point is None else self.zero_point[..., None].float()
@@ -49,19 +48,33 @@ def grouped(weight: Tensor, scheme: IntScheme) -> Tensor:
 
 
 def fit_grid(weight: Tensor, scheme: IntScheme, dtype: torch.dtype, ratio: Tensor | float = 1.0) -> Grid:
-    """The grid that spans the range of each group of a weight [N, K], shrunk by `ratio` ([N, G] or one).
+    """The grid that spans the range of each group of a weight [N, K], shrunk by `ratio` ([N, G] or one)."""
+    return spanning(extremes(grouped(weight, scheme), scheme), scheme, dtype, ratio)
 
-    Asymmetric ranges are widened to hold zero, which every grid represents exactly. A group of zeros gets
-    scale 1; other scales stay between the least and the largest positive number of `dtype`.
+
+def extremes(values: Tensor, scheme: IntScheme) -> tuple[Tensor, Tensor]:
+    """The range [N, G] each of groups [N, G, K // G]: from where and to where.
+
+    Asymmetric ranges are widened to hold zero, which every grid represents exactly.
     """
-    values = grouped(weight, scheme)
-    steps = scheme.high - scheme.low
     if scheme.symmetric:
-        span = 2 * values.abs().amax(-1) * ratio
-        return Grid(stored_scale(span / steps, dtype), None, scheme)
-    low = values.amin(-1).clamp(max=0) * ratio
-    high = values.amax(-1).clamp(min=0) * ratio
-    scale = stored_scale((high - low) / steps, dtype)
+        largest = values.abs().amax(-1)
+        return -largest, largest
+    return values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
+
+
+def spanning(
+    ends: tuple[Tensor, Tensor], scheme: IntScheme, dtype: torch.dtype, ratio: Tensor | float
+) -> Grid:
+    """The grid that spans the ranges between `ends`, shrunk by `ratio` ([N, G] or one).
+
+    A range of zero width gets scale 1; other scales stay between the least and the largest positive number of
+    `dtype`.
+    """
+    low, high = (end * ratio for end in ends)
+    scale = stored_scale((high - low) / (scheme.high - scheme.low), dtype)
+    if scheme.symmetric:
+        return Grid(scale, None, scheme)
     zero_point = (scheme.low - low / scale.float()).round().clamp(scheme.low, scheme.high)
     return Grid(scale, zero_point.to(torch.int8), scheme)
 

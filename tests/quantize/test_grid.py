@@ -33,7 +33,7 @@ def test_no_weight_moves_by_more_than_the_grid_allows(
     grid = fit_grid(weight, scheme, dtype)
     assert bool((grid.scale > 0).all())
     assert bool(grid.scale.isfinite().all())
-    error = grouped(grid.fake_quantize(weight) - weight, scheme).abs()
+    error = grouped(grid.quantize(weight).dequantize() - weight, scheme).abs()
     span = grouped(weight, scheme).abs().amax(-1, keepdim=True)
     scale = grid.scale[..., None].float()
     # A step: half for rounding, half for the zero point's rounding or the symmetric range's missing code. And
@@ -47,11 +47,11 @@ def test_no_weight_moves_by_more_than_the_grid_allows(
 def test_what_is_quantized_stays_on_its_grid(case: tuple[Tensor, IntScheme], dtype: torch.dtype) -> None:
     weight, scheme = case
     grid = fit_grid(weight, scheme, dtype)
-    quantized = grid.quantize(weight)
+    quantized, values = grid.quantize(weight), grouped(weight, scheme)
     assert quantized.codes.dtype == torch.int8
     assert int(quantized.codes.min()) >= scheme.low
     assert int(quantized.codes.max()) <= scheme.high
-    assert torch.equal(quantized.dequantize(), grid.fake_quantize(weight))
+    assert torch.equal(grid.error(values), grouped(quantized.dequantize(), scheme) - values)
     assert torch.equal(grid.quantize(quantized.dequantize()).codes, quantized.codes)
 
 
@@ -62,14 +62,14 @@ def test_a_group_of_zeros_stays_zero_under_a_scale_that_is_not(symmetric: bool, 
     weight[1, 16:] = 0.25
     grid = fit_grid(weight, IntScheme(4, 16, symmetric), dtype)
     assert bool((grid.scale > 0).all())
-    assert torch.equal(grid.fake_quantize(weight)[0], weight[0])
+    assert torch.equal(grid.quantize(weight).dequantize()[0], weight[0])
 
 
 @pytest.mark.parametrize("value", [0.25, -0.25])
 def test_a_constant_group_is_exact_when_asymmetric(value: float) -> None:
     weight = torch.full((2, 16), value)
     grid = fit_grid(weight, IntScheme(4, 16, symmetric=False), torch.float32)
-    assert torch.allclose(grid.fake_quantize(weight), weight, rtol=1e-6)
+    assert torch.allclose(grid.quantize(weight).dequantize(), weight, rtol=1e-6)
 
 
 def test_a_scale_below_fp16_does_not_become_zero() -> None:
@@ -103,7 +103,7 @@ def test_a_searched_range_never_loses_against_the_full_one(importance: Tensor | 
     weights = torch.ones(96) if importance is None else importance
 
     def loss(grid: Grid) -> Tensor:
-        return ((grid.fake_quantize(weight) - weight).square() * weights).sum(-1)
+        return ((grid.quantize(weight).dequantize() - weight).square() * weights).sum(-1)
 
     searched = loss(search_range(weight, scheme, torch.float16, importance))
     whole = loss(fit_grid(weight, scheme, torch.float16))
@@ -122,7 +122,7 @@ def test_the_clip_search_never_loses_against_the_full_range() -> None:
     assert float(ratio.min()) < 1
 
     def loss(ratio: Tensor | float) -> Tensor:
-        error = fit_grid(weight, scheme, torch.float16, ratio).fake_quantize(weight) - weight
+        error = fit_grid(weight, scheme, torch.float16, ratio).quantize(weight).dequantize() - weight
         return ((error @ blocks) * error).sum(-1)
 
     assert bool((loss(ratio) <= loss(1.0) * 1.0001).all())
