@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_SHRUNK = 0.5
 """However few the tokens: half of a correlation is better than none."""
+_ROWS = 128
+"""Rows of a triangular matrix that are inverted at once."""
 
 
 def gptq(
@@ -100,22 +102,35 @@ def inverse_factor(moment: Tensor, damping: float) -> tuple[float, Tensor]:
     """The upper Cholesky factor of the inverse of a damped Hessian [K, K] (step 3 of the paper, section 3.3),
     and what damping added to the diagonal.
 
-    Damping is a share of the mean diagonal; it is raised tenfold, with a warning, while the matrix is
-    singular in float32. `moment` is overwritten: matrices of wide linears are most of the memory that
-    quantizing takes, and three of them are held as it is.
+    Read from the last row and column to the first, the Hessian is ``L Lᵀ``, and the factor is L's inverse,
+    read so too. Damping is a share of the mean diagonal; it is raised tenfold, with a warning, while the
+    matrix is singular in float32. Matrices of wide linears are most of the memory that quantizing takes: three
+    are held at most, if the caller holds on to none.
     """
+    moment = moment.flip((0, 1))
     diagonal = moment.diagonal().clone()
     mean = float(diagonal.mean()) or 1.0
     while damping < 100:
         moment.diagonal().copy_(diagonal + damping * mean)
         lower, failed = torch.linalg.cholesky_ex(moment)
         if not failed:
-            inverse = torch.cholesky_inverse(lower)
+            inverse = _lower_inverse(lower)
             del lower
-            upper: Tensor
-            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-            if not failed and is_finite(upper.T):  # LAPACK stores columns: no copy, this way
+            upper = inverse.flip((0, 1))
+            if is_finite(upper):
                 return damping * mean, upper
         logger.warning("the Hessian is singular at damping %g; trying %g", damping, damping * 10)
         damping *= 10
     raise QtoolError("the Hessian stays singular with any damping; calibrate on more, or other, text")
+
+
+def _lower_inverse(lower: Tensor) -> Tensor:
+    """The inverse of a lower triangular matrix [K, K], a block of rows after the other."""
+    inverse = torch.zeros_like(lower)
+    for start in range(0, len(lower), _ROWS):
+        rows = slice(start, start + _ROWS)
+        block = lower[rows, rows]
+        unit = torch.eye(len(block), dtype=lower.dtype, device=lower.device)
+        inverse[rows, rows] = torch.linalg.solve_triangular(block, unit, upper=False)
+        inverse[rows, :start] = inverse[rows, rows] @ (lower[rows, :start] @ inverse[:start, :start]).neg_()
+    return inverse
