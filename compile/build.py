@@ -7,8 +7,9 @@ from pathlib import Path
 from qtool.compile.abilities import check_dynamic_quantization, check_schemes
 from qtool.compile.backends.tensorrt.profiles import check_limits
 from qtool.compile.config import DecoderConfig, read_config
-from qtool.compile.engine import EngineSpec, own_files
+from qtool.compile.engine import ENGINE, EngineSpec, check_files, own_files, read_spec
 from qtool.compile.heads.build import write_head
+from qtool.compile.heads.config import HEAD_CONFIG
 from qtool.compile.heads.head import read_head
 from qtool.compile.heads.target import warn_of_another_target
 from qtool.compile.hidden import HiddenLayer, HiddenStates, parse_layers
@@ -21,7 +22,7 @@ from qtool.core.recipe import OpenVinoOptions, TensorRtOptions
 from qtool.errors import UsageError
 
 DRAFT_FOLDER = "draft"
-"""In an engine's folder: the draft heads that were compiled with it."""
+"""In an engine's folder: the draft heads that were compiled with it, or the engine of a draft model."""
 
 
 def compile_engine(
@@ -45,7 +46,8 @@ def compile_engine(
     that is done.
 
     `hidden_states` says what the engine gives of a token beside logits, see `hidden.parse_layers`. `draft` is
-    a folder of draft heads, which are compiled into ``draft``; the engine gives what they read.
+    a folder of draft heads, which are compiled into ``draft``, and the engine gives what they read; or the
+    engine of a draft model, which is copied there.
 
     Raises UsageError for an unknown target, precision or layer, for options of another target, for a scheme
     that the target does not execute and for an output that exists, QtoolError for a checkpoint that is
@@ -62,7 +64,8 @@ def compile_engine(
         )
     config = read_config(source.config, str(checkpoint / "config.json"))
     layers = () if hidden_states is None else parse_layers(hidden_states, config.num_layers)
-    head = None if draft is None else read_head(draft, checkpoint)
+    drafts_by_engine = draft is not None and is_draft_engine(draft)
+    head = None if draft is None or drafts_by_engine else read_head(draft, checkpoint)
     if head is not None and draft is not None:
         warn_of_another_target(head.config, draft, checkpoint)
         layers = tuple(dict.fromkeys((*layers, *head.config.hidden_layers)))
@@ -87,7 +90,17 @@ def compile_engine(
             (folder / DRAFT_FOLDER).mkdir()
             kv_bytes = next(iter(chosen.kv_bytes.values()))
             write_head(head, target, folder / DRAFT_FOLDER, block_size=chosen.block_size, kv_bytes=kv_bytes)
+        if drafts_by_engine and draft is not None:
+            shutil.copytree(draft, folder / DRAFT_FOLDER, ignore=shutil.ignore_patterns(DRAFT_FOLDER))
     return spec
+
+
+def is_draft_engine(folder: Path) -> bool:
+    """Whether it holds the engine of a draft model, and no heads. QtoolError for one that is damaged."""
+    if not (folder / ENGINE).is_file() or (folder / HEAD_CONFIG).is_file():
+        return False
+    check_files(folder, read_spec(folder))
+    return True
 
 
 def _copy_companions(checkpoint: Path, folder: Path) -> None:

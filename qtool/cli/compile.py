@@ -8,6 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from qtool.core.recipe import CompileTarget, OpenVinoOptions, TensorRtOptions
+    from qtool.runtime.tokenizer import Tokenizer
 
     Options = TypeVar("Options", OpenVinoOptions, TensorRtOptions)
 
@@ -37,7 +38,8 @@ def compile_(
         ),
     ] = None,
     draft: Annotated[
-        Path | None, typer.Option(help="Folder of draft heads to compile with it, for --speculative.")
+        Path | None,
+        typer.Option(help="Draft heads to compile with it, or a draft model's engine, for --speculative."),
     ] = None,
     recipe: Annotated[
         str | None, typer.Option("--recipe", "-r", help="Take what its compile section says of the target.")
@@ -104,9 +106,11 @@ def compile_(
     kv_cache = kv_cache or chosen.kv_cache
     check_target(target, kv_cache, options, openvino)
     model = resolve(checkpoint)
-    Tokenizer.load(model)  # an engine without one cannot be served
+    tokenizer = Tokenizer.load(model)  # an engine without one cannot be served
     from qtool.compile.build import compile_engine  # torch, once all that can be refused without it is
 
+    if draft is not None:
+        _refuse_other_vocabulary(tokenizer, draft)
     with share_bar(f"compiling for {target}") as progress:
         compile_engine(
             model,
@@ -126,6 +130,17 @@ def compile_(
             if target.startswith("tensorrt") and not (options and options.keep_onnx):
                 _drop_onnx(output)
     typer.echo(output)
+
+
+def _refuse_other_vocabulary(tokenizer: "Tokenizer", draft: Path) -> None:
+    """Raise UsageError for the engine of a draft model that means something else by a token."""
+    from qtool.compile.build import is_draft_engine
+    from qtool.compile.engine import read_spec
+    from qtool.runtime.speculation.draft_model import refuse_other_vocabulary
+    from qtool.runtime.tokenizer import Tokenizer
+
+    if is_draft_engine(draft):
+        refuse_other_vocabulary(tokenizer, Tokenizer.load(draft), read_spec(draft).vocab_size)
 
 
 def _verify(engine: Path, checkpoint: Path) -> None:

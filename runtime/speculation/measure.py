@@ -19,6 +19,7 @@ class Measured:
     answers: list[list[int]] = field(default_factory=list)
     """Tokens, by request."""
     ttft_ms: list[float] = field(default_factory=list)
+    """From a request's first step to its first token: how long it waits for those before it is their pace."""
     tpot_ms: list[float] = field(default_factory=list)
     """Milliseconds a token after the first, of answers that have one."""
     seconds: float = 0.0
@@ -67,7 +68,7 @@ class Measured:
     def add(self, event: Event) -> None:
         """Take in what the loop tells."""
         if isinstance(event, SequenceDone):
-            self.ttft_ms.append(event.ttft_seconds * 1000)
+            self.ttft_ms.append((event.ttft_seconds - event.queue_seconds) * 1000)
             return
         self.num_steps += 1
         self.seconds += event.seconds

@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+from qtool.runtime.engines import open_engine
+from qtool.runtime.speculation.build import SpeculationConfig, make_drafters
+from qtool.runtime.tokenizer import Tokenizer
 from tests.cli.conftest import Qtool
 
 TEXT = Path(__file__).read_text(encoding="utf-8")
@@ -40,3 +43,34 @@ def test_an_engine_without_hidden_states_cannot_teach(qtool: Qtool, tiny: Path, 
     assert ended.code == 2
     assert "compile it with --hidden-states 0,1,2,final" in ended.err
     assert not list(tmp_path.glob("heads*"))
+
+
+def test_a_draft_models_engine_is_compiled_in_and_found_by_auto(
+    qtool: Qtool, tiny: Path, tmp_path: Path
+) -> None:
+    small, engine = tmp_path / "small", tmp_path / "engine"
+    assert qtool("compile", tiny, "--target", "openvino", "-o", small).code == 0
+    ended = qtool("compile", tiny, "--target", "reference", "--draft", small, "-o", engine)
+    assert ended.code == 0, ended.err
+    drafters = make_drafters(
+        SpeculationConfig("auto"), open_engine(engine, kv_cache_tokens=256), Tokenizer.load(engine), engine
+    )
+    assert [drafter.name for drafter in drafters] == ["ngram", "draft"]
+
+    (small / "model.bin").unlink()
+    ended = qtool("compile", tiny, "--target", "reference", "--draft", small, "-o", tmp_path / "other")
+    assert ended.code == 1
+    assert "holds no *.bin" in ended.err
+
+
+def test_a_draft_models_engine_with_another_vocabulary_is_refused(
+    qtool: Qtool, tiny: Path, tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    assert qtool("compile", tiny, "--target", "openvino", "-o", small).code == 0
+    file = small / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|im_start|>", "<|other|>"))
+    ended = qtool("compile", tiny, "--target", "openvino", "--draft", small, "-o", tmp_path / "engine")
+    assert ended.code == 2
+    assert "another vocabulary" in ended.err
+    assert not (tmp_path / "engine").exists()

@@ -12,6 +12,7 @@ from qtool.errors import UsageError
 from qtool.runtime.request import SamplingParams
 from qtool.runtime.speculation.contract import Draft, Drafter, DraftRequest
 from qtool.runtime.speculation.decide import StepTimes
+from qtool.runtime.speculation.measure import serve_all
 from qtool.runtime.speculation.ngram import NgramDrafter
 from qtool.runtime.speculation.report import DrafterReport, make_report, num_runs, read_prompts, recommend
 from qtool.runtime.speculation.speculator import Speculator
@@ -185,3 +186,11 @@ def test_prompts_are_read_from_text_and_json_lines_or_refused(
             read_prompts(chats, byte_tokenizer)
     with pytest.raises(UsageError, match="cannot be read"):
         read_prompts(tmp_path / "nowhere", byte_tokenizer)
+
+
+def test_the_time_to_the_first_token_leaves_out_the_wait_for_requests_before() -> None:
+    measured = serve_all(
+        FakeEngine(64, block_size=4), None, [[5, 6, 7]] * 40, SamplingParams(max_tokens=9), 1
+    )
+    assert len(measured.ttft_ms) == 40
+    assert max(measured.ttft_ms[20:]) < 1000 * measured.seconds / 4
