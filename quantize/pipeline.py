@@ -19,7 +19,7 @@ from qtool.core.checkpoint import COMPANIONS, Checkpoint
 from qtool.core.files import refuse_existing, sha256
 from qtool.core.formats import compressed_tensors
 from qtool.core.manifest import Manifest, versions
-from qtool.core.memory import available_memory
+from qtool.core.memory import available_memory, release_freed_memory
 from qtool.core.recipe import Quantization, Recipe, matches
 from qtool.errors import UsageError
 from qtool.quantize.auto import in_features, kept_allocation, shared_out
@@ -63,6 +63,7 @@ def quantize_checkpoint(
     plan = _plan(recipe, runner)
     windows, text_digest = recipe_windows(source, recipe.calibration)
     check_vocabulary(windows, runner.vocab_size, checkpoint)
+    release_freed_memory()  # a tokenizer and what it makes of a text take a hundred megabytes
     inputs = {path.name: sha256(path) for path in source.files} | {recipe.calibration.dataset: text_digest}
     with work_folder(output, _fingerprint(recipe, inputs, devices[0])) as work:
         allocation = None

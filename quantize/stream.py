@@ -51,6 +51,7 @@ def run_layers(
     progress(0, total, None)
     hidden = hold(runner.embedded(windows), len(windows), spill) if depth else torch.empty(0, device="cpu")
     reference = hold(hidden, len(hidden), spill) if depth and plan.corrects else None
+    release_freed_memory()
     records: dict[str, LinearRecord] = {}
     for index in range(len(runner)):
         # What attention gives is as large as the hidden states: where those are on disk, it is computed anew.

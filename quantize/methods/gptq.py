@@ -104,8 +104,8 @@ def inverse_factor(moment: Tensor, damping: float) -> tuple[float, Tensor]:
 
     Read from the last row and column to the first, the Hessian is ``L Lᵀ``, and the factor is L's inverse,
     read so too. Damping is a share of the mean diagonal; it is raised tenfold, with a warning, while the
-    matrix is singular in float32. Matrices of wide linears are most of the memory that quantizing takes: three
-    are held at most, if the caller holds on to none.
+    matrix is singular in float32. Matrices of wide linears are most of the memory that quantizing takes:
+    three are held at most, if the caller holds on to none.
     """
     moment = moment.flip((0, 1))
     diagonal = moment.diagonal().clone()
