@@ -14,7 +14,7 @@ from qtool.runtime.speculation.decide import StepTimes
 from qtool.runtime.speculation.draft_model import DraftModel, refuse_other_vocabulary
 from qtool.runtime.speculation.ngram import NgramDrafter
 from qtool.runtime.speculation.speculator import Speculator
-from qtool.runtime.sweep import measure_verify_times
+from qtool.runtime.sweep import measure_change_ms, measure_verify_times
 from qtool.runtime.tokenizer import Tokenizer
 
 DRAFT_FOLDER = "draft"
@@ -114,7 +114,8 @@ def make_speculator(
 
 def measure_times(engine: Engine, limits: SchedulerConfig) -> StepTimes:
     """What steps of an engine take by their rows. Nothing may be in its pool."""
-    return StepTimes(measure_verify_times(engine, min(_MOST_ROWS, limits.max_num_batched_tokens)))
+    sweep = measure_verify_times(engine, min(_MOST_ROWS, limits.max_num_batched_tokens))
+    return StepTimes(sweep, measure_change_ms(engine))
 
 
 def make_drafters(
@@ -153,5 +154,5 @@ def _open(
     refuse_other_vocabulary(tokenizer, Tokenizer.load(path), engine.vocab_size)
     kv_cache_tokens = config.kv_cache_tokens or engine.num_blocks * engine.block_size
     draft = open_engine(path, kv_cache_tokens=kv_cache_tokens, threads=config.threads, device=config.device)
-    sweep = measure_verify_times(draft, _MOST_ROWS)
-    return DraftModel(draft, StepTimes(sweep), engine.vocab_size)
+    times = StepTimes(measure_verify_times(draft, _MOST_ROWS), measure_change_ms(draft))
+    return DraftModel(draft, times, engine.vocab_size)

@@ -22,6 +22,8 @@ _OWN_RATE = 0.1
 _COMMON_RATE = 0.02
 _KEPT = 0.995
 """Of what drafts add outside of the engine, at each step without."""
+_CHANGE_SHARE = 0.5
+"""Of what a change of rows costs, what is charged to the step that makes it: the next ones may keep to it."""
 
 
 class Acceptance:
@@ -86,8 +88,11 @@ class StepTimes:
     it is kept as points with lines between. Attention to past tokens adds a linear term.
     """
 
-    def __init__(self, sweep: Sequence[tuple[StepLoad, float]]) -> None:
-        """`sweep` holds loads and milliseconds; of some numbers of rows, loads with more context too."""
+    def __init__(self, sweep: Sequence[tuple[StepLoad, float]], change_ms: float = 0.0) -> None:
+        """`sweep` holds loads and milliseconds; of some numbers of rows, loads with more context too. A step
+        takes `change_ms` more than those, when its number of rows is not that of the step before."""
+        self.change_ms = change_ms
+        self._last_rows: int | None = None
         least: dict[int, tuple[float, int]] = {}
         for load, ms in sorted(sweep, key=lambda one: one[0].context):
             least.setdefault(load.tokens, (ms, load.context))
@@ -118,6 +123,24 @@ class StepTimes:
         above = min(below + 1, len(self._rows) - 1)
         base = self._ms[below] + share * (self._ms[above] - self._ms[below])
         return float(base + self._per_pair * context + self.outside_ms)
+
+    def changing_ms(self, rows: Doubles) -> Doubles:
+        """What is charged to steps [...] for another number of rows than the last one had."""
+        if self._last_rows is None:
+            return np.zeros_like(rows)
+        return np.where(np.rint(rows) == self._last_rows, 0.0, _CHANGE_SHARE * self.change_ms)
+
+    @property
+    def prefers_alike(self) -> bool:
+        """Whether two rows more cost less than a number of rows that changes."""
+        few, more = self.predict_ms(np.array([2.0, 4.0]), np.zeros(2)).tolist()
+        return bool(more - few < self.change_ms)
+
+    def note_rows(self, rows: int) -> float:
+        """Take in the rows of a step that was run; what it took more for their change."""
+        changed = self._last_rows is not None and rows != self._last_rows
+        self._last_rows = rows
+        return self.change_ms if changed else 0.0
 
     def _between(self, rows: float) -> tuple[int, float]:
         """The point below, and how far it is to the next, in its distance: above 1 beyond the last."""
@@ -186,6 +209,7 @@ def allot(
     context = load.context + np.concatenate([[0.0], np.cumsum(np.asarray(pasts, np.float64)[owners[order]])])
     ms = times.predict_ms(rows, context)
     ms[1:] += times.extra_ms
+    ms += times.changing_ms(rows)
     speeds = expected / ms
     best = int(np.argmax(speeds))
     if speeds[best] < MARGIN * speeds[0]:

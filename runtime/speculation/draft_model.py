@@ -38,15 +38,16 @@ class _Lane:
     drafted: list[int] = field(default_factory=list)
     """Tokens in the pool behind those, which the sequence may have got or not."""
 
-    def settle(self, tokens: Sequence[int]) -> None:
-        """Count the drafts that became the sequence's; its last token is computed again in any case."""
+    def settle(self, tokens: Sequence[int], num_again: int) -> None:
+        """Count the drafts that became the sequence's; its last `num_again` tokens are computed again in any
+        case."""
         for token in self.drafted:
             if self.num_computed < len(tokens) and tokens[self.num_computed] == token:
                 self.num_computed += 1
             else:
                 break
         self.drafted = []
-        self.num_computed = min(self.num_computed, len(tokens) - 1)
+        self.num_computed = max(min(self.num_computed, len(tokens) - num_again), 0)
 
 
 @dataclass
@@ -61,6 +62,10 @@ class _Drafting:
     tokens: list[int] = field(default_factory=list)
     probs: list[Floats] = field(default_factory=list)
     ended: bool = False
+
+    def last(self, count: int) -> list[int]:
+        """The last tokens of the text and the draft together."""
+        return [*self.request.sequence.tokens[-count:], *self.tokens][-count:]
 
     def draft(self) -> Draft:
         return Draft(self.tokens, probs=None if self.request.deterministic else self.probs)
@@ -103,7 +108,8 @@ class DraftModel:
         """Take in what the texts have become, then draft token by token, for all requests together."""
         start, expected = self._clock(), self._expected_ms(requests, spread=1)
         drafts: list[Draft] = [EMPTY] * len(requests)
-        ready = self._catch_up(requests)
+        num_again = self._num_again(len(requests))
+        ready = self._catch_up(requests, num_again)
         working = [drafting for drafting in ready if drafting is not None]
         try:
             while working:
@@ -111,7 +117,7 @@ class DraftModel:
                     self._choose(drafting)
                 working = [drafting for drafting in working if not drafting.ended]
                 if working:
-                    self._advance(working)
+                    self._advance(working, num_again)
         finally:
             for each in ready:
                 if each is not None:
@@ -130,10 +136,20 @@ class DraftModel:
         longest = max(request.num_tokens for request in requests)
         context = float(sum(len(request.sequence.tokens) for request in requests))
         lag = min(sum(self._lag(request.sequence) for request in requests), _CATCH_UP)
-        rows = np.array([len(requests), 2 * len(requests), lag + len(requests)], np.float64)
-        single, first, behind = self._times.predict_ms(rows, np.full(3, context)).tolist()
+        again = self._num_again(len(requests))
+        rows = np.array([again, 2, lag + 1], np.float64) * [len(requests), len(requests), 1]
+        rows[2] += len(requests) - 1
+        step, first, behind = self._times.predict_ms(rows, np.full(3, context)).tolist()
         catching_up = max(behind - first, 0.0) / spread
-        return float(first + catching_up + (longest - 1) * single)
+        changes = 2 * self._times.change_ms if again == 1 and longest > 1 else 0.0
+        return float(first + catching_up + (longest - 1) * step + changes)
+
+    def _num_again(self, num_sequences: int) -> int:
+        """Tokens of a sequence that every step computes: two, of which the first was computed before, where a
+        step takes longer for another number of rows than for twice as many. Catching up takes two mostly."""
+        rows = np.array([num_sequences, 2 * num_sequences], np.float64)
+        single, double = self._times.predict_ms(rows, np.zeros(2)).tolist()
+        return 2 if double - single < self._times.change_ms else 1
 
     def _lag(self, sequence: SequenceState) -> int:
         """Tokens that it would have to compute before it can draft, but for the last two."""
@@ -156,14 +172,14 @@ class DraftModel:
         if lane is not None:
             self._blocks.free(lane.table)
 
-    def _catch_up(self, requests: Sequence[DraftRequest]) -> list[_Drafting | None]:
+    def _catch_up(self, requests: Sequence[DraftRequest], num_again: int) -> list[_Drafting | None]:
         """Compute the texts as far as they are new; what is ready to draft, for each request."""
         asked = {request.sequence.id for request in requests}
         left, batch = _CATCH_UP, []
         for place, request in enumerate(requests):
             tokens = request.sequence.tokens
             lane = self._lane(request.sequence)
-            lane.settle(tokens)
+            lane.settle(tokens, num_again)
             num_new = min(len(tokens) - lane.num_computed, left)
             end = lane.num_computed + num_new
             whole = end == len(tokens)
@@ -176,7 +192,7 @@ class DraftModel:
             return ready
         rows = np.cumsum([len(new) for _, _, new, _ in batch]) - 1
         ends = [row for row, (*_, whole) in zip(rows, batch, strict=True) if whole]
-        found = iter(self._run([(lane, new) for _, lane, new, _ in batch], ends))
+        found = iter(self._run([(lane, lane.num_computed, new) for _, lane, new, _ in batch], ends))
         for place, lane, new, whole in batch:
             sequence = requests[place].sequence
             lane.num_computed += len(new)
@@ -203,24 +219,31 @@ class DraftModel:
         tokens.append(token)
         drafting.ended = len(tokens) == request.num_tokens or token in params.stop_token_ids or walk.ended
 
-    def _advance(self, working: Sequence[_Drafting]) -> None:
-        """Compute the tokens that were drafted last."""
-        new = [(drafting.lane, drafting.tokens[-1:]) for drafting in working]
-        for drafting, logits in zip(working, self._run(new, range(len(new))), strict=True):
-            drafting.lane.drafted.append(drafting.tokens[-1])
+    def _advance(self, working: Sequence[_Drafting], num_again: int) -> None:
+        """Compute the tokens that were drafted last, `num_again` with those before."""
+        new = []
+        for drafting in working:
+            lane = drafting.lane
+            lane.drafted.append(drafting.tokens[-1])
+            tokens = drafting.last(num_again)
+            new.append((lane, lane.num_computed + len(lane.drafted) - len(tokens), tokens))
+        ends = range(num_again - 1, num_again * len(new), num_again)
+        for drafting, logits in zip(working, self._run(new, ends), strict=True):
             drafting.logits = logits
 
-    def _run(self, new: Sequence[tuple[_Lane, Sequence[int]]], logit_rows: Sequence[int]) -> list[Floats]:
-        """Compute tokens behind those that lanes have; logits [V] over the target's vocabulary."""
-        pasts = [lane.num_computed + len(lane.drafted) for lane, _ in new]
+    def _run(
+        self, new: Sequence[tuple[_Lane, int, Sequence[int]]], logit_rows: Sequence[int]
+    ) -> list[Floats]:
+        """Compute tokens of lanes from a position on; logits [V] over the target's vocabulary."""
+        pasts = [past for _, past, _ in new]
         step = Step(
-            token_ids=np.array([token for _, tokens in new for token in tokens], np.int32),
-            positions=np.concatenate(
-                [np.arange(past, past + len(tokens)) for past, (_, tokens) in zip(pasts, new, strict=True)]
-            ).astype(np.int32),
+            token_ids=np.array([token for *_, tokens in new for token in tokens], np.int32),
+            positions=np.concatenate([np.arange(past, past + len(tokens)) for _, past, tokens in new]).astype(
+                np.int32
+            ),
             past_lens=np.array(pasts, np.int32),
-            new_lens=np.array([len(tokens) for _, tokens in new], np.int32),
-            block_tables=[lane.table for lane, _ in new],
+            new_lens=np.array([len(tokens) for *_, tokens in new], np.int32),
+            block_tables=[lane.table for lane, *_ in new],
             logit_rows=np.array(logit_rows, np.int32),
         )
         logits = self._engine.run(step)

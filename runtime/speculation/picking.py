@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from qtool.runtime.request import SequenceState
 from qtool.runtime.speculation.constrained import allowed_length
 from qtool.runtime.speculation.contract import Draft, Drafter, DraftRequest
@@ -128,7 +130,7 @@ class Picker:
         if self._num_tokens is not None or self._times is None:
             return Allotment([len(own) for own in rates], float(sum(map(sum, rates))))
         if not any(rates):
-            speed = step.load.sequences / self._times.step_ms(step.load.tokens, step.load.context)
+            speed = step.load.sequences / self._step_ms(step.load.tokens, step.load.context)
             return Allotment([0] * len(options), speed)
         pasts = [sequence.num_computed for sequence in step.sequences]
         return allot(self._times, step.load, rates, pasts, step.rows_left)
@@ -195,8 +197,13 @@ class Picker:
             expected += gain
         if not asked or most > step.rows_left or self._times is None:
             return 0.0
-        ms = self._times.step_ms(step.load.tokens + rows, step.load.context + context) + self._times.extra_ms
+        ms = self._step_ms(step.load.tokens + rows, step.load.context + context) + self._times.extra_ms
         return expected / (ms + drafter.expected_ms(asked))
+
+    def _step_ms(self, rows: float, context: float) -> float:
+        """What a step takes, with what is charged for other rows than the last step's."""
+        assert self._times is not None
+        return self._times.step_ms(rows, context) + float(self._times.changing_ms(np.array(rows)))
 
     def _probe(self, drafter: Drafter, pick: Pick, step: Candidates) -> Pick:
         """Once in a while, try a drafter that should not pay, on the sequence that arrived last."""

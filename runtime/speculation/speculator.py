@@ -195,12 +195,13 @@ class Speculator:
             return
         looking_ms = self._drafting_ms + self._learning_ms if self._looks else 0.0
         ms, engine_ms = 1000 * seconds, 1000 * engine_seconds
+        change_ms = self.times.note_rows(load.tokens)
         self._worth.pass_time(ms)
         self._num_rested = 0 if self._looks else self._num_rested + 1
         if self._num_rested % _TIMED_EVERY:
             return
         rows = self._num_rows if self._looks else 0
-        self.times.update(load, engine_ms)
+        self.times.update(load, engine_ms - change_ms)
         self.times.note_outside(max(ms - engine_ms - looking_ms, 0.0), rows > 0)
         if not self._looks or not self._had_room or self._is_probe:
             return

@@ -101,6 +101,17 @@ def test_step_times_follow_the_machine_where_it_is_seen() -> None:
     assert now[3] > 33  # what is not seen follows a little
 
 
+def test_a_number_of_rows_is_kept_where_a_change_costs_more_than_it_brings() -> None:
+    times = StepTimes([(StepLoad(rows, 0, 1), 10.0 + rows / 10) for rows in range(1, 5)], change_ms=8.0)
+    step, rates = StepLoad(1, 0, 1), [[0.9, 0.05, 0.04]]
+    assert allot(times, step, rates, [0], 3).counts == [3]  # no step was before
+    assert times.note_rows(3) == 0
+    assert allot(times, step, rates, [0], 3).counts == [2]
+    assert times.note_rows(1) == 8
+    assert allot(times, step, [[0.3]], [0], 3).counts == [0]
+    assert allot(times, step, [[0.8, 0.6, 0.5]], [0], 3).counts == [3]
+
+
 def test_a_disturbed_measurement_does_not_make_all_larger_steps_look_dear() -> None:
     times = curve((1, 10.0), (2, 90.0), (4, 13.0), (8, 15.0))
     assert times.predict_ms(np.array([2.0, 4.0]), np.zeros(2)).tolist() == [13.0, 13.0]

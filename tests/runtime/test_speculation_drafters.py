@@ -1,5 +1,6 @@
 """Drafters: what they propose, and that the answers are the target's alone."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from qtool.errors import UsageError
 from qtool.runtime.engines import open_engine
+from qtool.runtime.engines.contract import Floats, Step
 from qtool.runtime.request import RequestOptions, SamplingParams, SequenceState
 from qtool.runtime.scheduler import SchedulerConfig
 from qtool.runtime.speculation.build import (
@@ -25,6 +27,8 @@ from qtool.runtime.speculation.draft_model import DraftModel, refuse_other_vocab
 from qtool.runtime.speculation.measure import serve_all
 from qtool.runtime.speculation.ngram import NgramDrafter, NgramIndex
 from qtool.runtime.speculation.speculator import Speculator
+from qtool.runtime.steptime import StepLoad
+from qtool.runtime.sweep import measure_change_ms
 from qtool.runtime.tokenizer import Tokenizer
 from tests.models import write_tiny
 from tests.runtime.fake import FakeEngine
@@ -90,6 +94,9 @@ class NoisyEngine(FakeEngine):
         return np.asarray(row + noise, np.float32)
 
 
+RISING = [(StepLoad(rows, rows * rows // 2, 1), 10.0 * rows) for rows in (1, 2, 4, 8)]
+
+
 def draft_model(engine: FakeEngine, max_tokens: int = 5) -> DraftModel:
     return DraftModel(engine, StepTimes(FLAT), 320, max_tokens=max_tokens)
 
@@ -129,6 +136,30 @@ def test_a_draft_model_like_the_target_is_always_right() -> None:
         assert outputs[-1].num_accepted_drafts == 9
         assert engine.num_steps == 3
         assert own.num_tokens < 3 + 12
+
+
+class Shapes(FakeEngine):
+    """Keeps how many rows its steps had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def run(self, step: Step) -> Floats:
+        self.rows.append(len(step.token_ids))
+        return super().run(step)
+
+
+def test_a_draft_models_steps_have_two_rows_where_a_change_of_their_number_costs_more() -> None:
+    asked = [([5, 6, 7], replace(GREEDY, max_tokens=24))]
+    plain, _ = run(FakeEngine(), asked, None)
+    for change_ms, rows in ((0.0, {1, 2}), (4.0, {2})):
+        own = Shapes()
+        drafter = DraftModel(own, StepTimes(FLAT if change_ms else RISING, change_ms), 320)
+        drafted, _ = run(FakeEngine(), asked, Speculator([drafter], StepTimes(FLAT), 320, num_tokens=4))
+        assert tokens(drafted) == tokens(plain)
+        assert drafted[0][-1].num_rejected_drafts == 0
+        assert set(own.rows[1:]) == rows  # the first takes in the prompt
 
 
 def test_a_draft_model_follows_the_grammar_and_takes_it_back() -> None:
@@ -187,3 +218,14 @@ def test_words_of_the_options_are_read_or_refused() -> None:
             parse_tokens(words)
     with pytest.raises(UsageError, match="draft and path None"):
         SpeculationConfig("draft")
+
+
+def test_what_a_change_of_rows_costs_is_measured() -> None:
+    class Preparing(Shapes):
+        def run(self, step: Step) -> Floats:
+            if self.rows and self.rows[-1] != len(step.token_ids):
+                time.sleep(0.02)
+            return super().run(step)
+
+    assert 10 < measure_change_ms(Preparing()) < 40
+    assert measure_change_ms(FakeEngine()) < 5
