@@ -9,7 +9,6 @@ from torch import Tensor
 from qtool.calibrate.statistics import InputStatistics
 from qtool.core.qtensor import Quantized
 from qtool.core.recipe import Awq, AwqGptq, Best, Gptq, Rtn, SmoothQuant
-from qtool.core.schemes import IntScheme
 from qtool.quantize.methods.awq import awq
 from qtool.quantize.methods.gptq import gptq, shrunk
 from qtool.quantize.methods.rtn import rtn
@@ -45,8 +44,7 @@ def quantize_linear(
         case Awq():
             return Chosen(*_awq(weight, seen, assignment, dtype, shared, clip=method.clip))
         case Gptq() | AwqGptq():
-            assert isinstance(scheme, IntScheme)  # the plan saw to that
-            return Chosen(gptq(weight, seen, scheme, method, dtype), method.name)
+            return Chosen(gptq(weight, seen, scheme, method, dtype, shared), method.name)
         case Best():
             hessian = shrunk(seen)
 
@@ -68,8 +66,7 @@ def _candidates(
     scheme = assignment.scheme
     yield Chosen(rtn(weight, scheme, dtype, search=True, shared=shared), "rtn")
     yield Chosen(*_awq(weight, seen, assignment, dtype, shared))
-    if isinstance(scheme, IntScheme):
-        yield Chosen(gptq(weight, seen, scheme, method, dtype), "awq+gptq")
+    yield Chosen(gptq(weight, seen, scheme, method, dtype, shared), "awq+gptq")
 
 
 def _awq(

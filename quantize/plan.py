@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from qtool.calibrate.experts import expert_of
 from qtool.calibrate.skeleton import HEAD
-from qtool.core.recipe import AwqGptq, Gptq, GptqOptions, Method, Quantization, Rtn, matches
+from qtool.core.recipe import GptqOptions, Method, Quantization, Rtn, matches
 from qtool.core.recipe_schemes import WeightFormat
-from qtool.core.schemes import ActivationScheme, IntScheme, KvCacheScheme, LinearScheme, WeightScheme
+from qtool.core.schemes import ActivationScheme, KvCacheScheme, LinearScheme, WeightScheme
 from qtool.errors import UsageError, nearest
 
 _OFFERED = (32, 48, 64, 80, 96, 128, 160, 192, 256)
@@ -76,7 +76,7 @@ def assign(quantization: Quantization, linears: Mapping[str, int]) -> dict[str, 
             if any(matches(target, module) for target in rule.targets):
                 scheme = _scheme(module, in_features, rule.weights)
                 inputs = None if rule.activations is None else rule.activations.scheme
-                _check_method(module, rule.method, scheme)
+                _check_method(module, rule.method)
                 if inputs is not None and in_features % (inputs.group_size or 1):
                     raise UsageError(
                         f"quantization.rules: activations.group_size {inputs.group_size} does not divide "
@@ -104,8 +104,7 @@ def candidates(quantization: Quantization, linears: Mapping[str, int]) -> dict[s
         if kept or module in ruled or not any(matches(target, module) for target in auto.targets):
             continue
         found[module] = tuple(_scheme(module, in_features, weights) for weights in auto.candidates)
-        for scheme in found[module]:
-            _check_method(module, auto.method, scheme)
+        _check_method(module, auto.method)
     if not found:
         raise UsageError("quantization.auto: rules match all of its targets; change one of the two")
     return found
@@ -125,12 +124,7 @@ def _check_target(target: str, keep: tuple[str, ...], linears: Mapping[str, int]
         )
 
 
-def _check_method(module: str, method: Method, scheme: WeightScheme) -> None:
-    if isinstance(method, Gptq | AwqGptq) and not isinstance(scheme, IntScheme):
-        raise UsageError(
-            f"quantization: method {method.name} chooses integers, and {module} is to be {scheme}; "
-            "use awq, rtn or best"
-        )
+def _check_method(module: str, method: Method) -> None:
     if corrects(method) and expert_of(module) is not None:
         raise UsageError(
             f"quantization: method {method.name} is to correct, which one linear at the end of a "

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from qtool.calibrate.finite import is_finite
 from qtool.calibrate.statistics import InputStatistics
-from qtool.core.qtensor import QuantizedTensor
+from qtool.core.qtensor import Quantized
 from qtool.core.recipe import GptqOptions
-from qtool.core.schemes import IntScheme
+from qtool.core.schemes import WeightScheme
 from qtool.errors import QtoolError
-from qtool.quantize.methods.clip import search_range
-from qtool.quantize.methods.grid import Grid, fit_grid
 from qtool.quantize.methods.order import reordered
+from qtool.quantize.methods.points import Points, points_of
 from qtool.quantize.methods.refine import refine
+from qtool.quantize.methods.rtn import rtn
 
 logger = logging.getLogger(__name__)
 
@@ -26,27 +26,30 @@ _ROWS = 128
 
 
 def gptq(
-    weight: Tensor, statistics: InputStatistics, scheme: IntScheme, options: GptqOptions, dtype: torch.dtype
-) -> QuantizedTensor:
+    weight: Tensor,
+    statistics: InputStatistics,
+    scheme: WeightScheme,
+    options: GptqOptions,
+    dtype: torch.dtype,
+    shared: Tensor | None = None,
+) -> Quantized:
     """Quantize a weight [N, K] for the least output error on the second moment of its inputs.
 
     Each group's grid is fixed from the original weight first ("static groups"), so columns may be taken in
     any order while the stored tensor keeps its own: no ``g_idx``. With `search_range` ranges are searched by
     what an error of a column costs after all columns behind it have made up for it, the inverse square of the
-    factor's diagonal (equation 3 of the paper). Scales and codes are refined `sweeps` times afterwards.
-    Raises QtoolError when no damping makes the Hessian invertible.
+    factor's diagonal (equation 3 of the paper). Codes, and scales of integers, are refined `sweeps` times
+    afterwards. `shared` as for `rtn`. Raises QtoolError when no damping makes the Hessian invertible.
     """
     order = torch.arange(weight.shape[1], device=weight.device)
     if options.activation_order:
         order = statistics.second_moment.diagonal().argsort(descending=True, stable=True)
     damping, factor = inverse_factor(reordered(shrunk(statistics), order), options.damping)
-    if options.search_range:
-        importance = torch.empty(len(order), device=weight.device)
-        importance[order] = factor.diagonal() ** -2
-        grid = search_range(weight, scheme, dtype, importance)
-    else:
-        grid = fit_grid(weight, scheme, dtype)
-    quantized = _round_columns(weight, grid, order, factor, options.block_size)
+    importance = torch.empty(len(order), device=weight.device)
+    importance[order] = factor.diagonal() ** -2
+    search = options.search_range
+    points = points_of(rtn(weight, scheme, dtype, search=search, importance=importance, shared=shared))
+    quantized = _round_columns(weight, points, order, factor, options.block_size)
     del factor  # as large as the Hessian, which is made anew and not held meanwhile for the same reason
     hessian = shrunk(statistics)
     hessian.diagonal().add_(damping)
@@ -69,33 +72,30 @@ def shrunk(statistics: InputStatistics) -> Tensor:
 
 
 def _round_columns(
-    weight: Tensor, grid: Grid, order: Tensor, factor: Tensor, block_size: int
-) -> QuantizedTensor:
+    weight: Tensor, points: Points, order: Tensor, factor: Tensor, block_size: int
+) -> Quantized:
     """Algorithm 1 of the paper: a column makes up for errors in its block when its turn comes, and the blocks
     after it when the block is done. Columns are held as rows, since one is read and written at a time."""
-    in_features, scheme = weight.shape[1], grid.scheme
-    group, diagonal = (order // (in_features // grid.scale.shape[1])).tolist(), factor.diagonal().tolist()
-    steps = grid.scale.float().T.contiguous()
-    zeros = torch.zeros_like(steps) if grid.zero_point is None else grid.zero_point.float().T.contiguous()
-    grids = list(zip(steps.unbind(), zeros.unbind(), strict=True))
+    in_features = weight.shape[1]
+    group, diagonal = (order // points.columns).tolist(), factor.diagonal().tolist()
+    steps = points.steps.unbind()
     remaining = weight.T[order]
-    codes = torch.empty_like(remaining)
+    numbers = torch.empty_like(remaining)
     for start in range(0, in_features, block_size):
         end = min(start + block_size, in_features)
         block, inner = remaining[start:end], factor[start:end, start:end]
         errors = torch.empty_like(block)
-        columns = zip(block.unbind(), codes[start:end].unbind(), errors.unbind(), strict=True)
-        for place, (value, code, error) in enumerate(columns):
-            step, zero = grids[group[start + place]]
+        columns = zip(block.unbind(), numbers[start:end].unbind(), errors.unbind(), strict=True)
+        for place, (value, number, error) in enumerate(columns):
+            own = group[start + place]
             if place:
                 value.addmv_(errors[:place].T, inner[:place, place], alpha=-1)
-            torch.div(value, step, out=code).round_().add_(zero).clamp_(scheme.low, scheme.high)
-            torch.sub(code, zero, out=error).mul_(step)
+            points.nearest_(torch.div(value, steps[own], out=number), own)
+            torch.mul(number, steps[own], out=error)
             torch.sub(value, error, out=error).div_(diagonal[start + place])
         remaining[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
-    original = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    original[:, order] = codes.T.to(torch.int8)
-    return QuantizedTensor(original, grid.scale, grid.zero_point, scheme)
+    remaining[order] = numbers
+    return points.tensor(remaining.T)
 
 
 def inverse_factor(moment: Tensor, damping: float) -> tuple[float, Tensor]:

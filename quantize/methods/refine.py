@@ -8,25 +8,28 @@ arXiv:2309.01885, section 3), and least squares over scales, which GPTQ fixes be
 import torch
 from torch import Tensor
 
-from qtool.core.qtensor import QuantizedTensor
+from qtool.core.qtensor import Quantized, QuantizedTensor
 from qtool.quantize.methods.grid import grouped
 from qtool.quantize.methods.order import reordered
+from qtool.quantize.methods.points import points_of
 
 _ROWS = 512
 """Rows whose normal equations are held at once."""
 
 
-def refine(
-    weight: Tensor, quantized: QuantizedTensor, hessian: Tensor, sweeps: int, block_size: int
-) -> QuantizedTensor:
-    """`sweeps` times both steps, for a weight [N, K] and a positive definite hessian [K, K]."""
+def refine(weight: Tensor, quantized: Quantized, hessian: Tensor, sweeps: int, block_size: int) -> Quantized:
+    """`sweeps` times both steps, for a weight [N, K] and a positive definite hessian [K, K].
+
+    Small floats keep their scales: those of blocks are floats of few digits themselves.
+    """
     if not sweeps:
         return quantized
     wanted = weight @ hessian
     order = hessian.diagonal().argsort(descending=True, stable=True)
     ordered = reordered(hessian, order)
     for _ in range(sweeps):
-        quantized = refit_scales(quantized, hessian, wanted)
+        if isinstance(quantized, QuantizedTensor):
+            quantized = refit_scales(quantized, hessian, wanted)
         quantized = descend(quantized, ordered, order, wanted, block_size)
     return quantized
 
@@ -69,34 +72,33 @@ def _least_squares(wanted: Tensor, centred: Tensor, old: Tensor, hessian: Tensor
 
 
 def descend(
-    quantized: QuantizedTensor, hessian: Tensor, order: Tensor, wanted: Tensor, block_size: int
-) -> QuantizedTensor:
+    quantized: Quantized, hessian: Tensor, order: Tensor, wanted: Tensor, block_size: int
+) -> Quantized:
     """One sweep over the columns in `order` [K], each code set to its best given all others.
 
     `hessian` [K, K] is in that order, `wanted`, ``W H`` [N, K], in the weight's. The gradient ``ΔW H`` is
     brought up to date for a column when its turn comes, by the changes before it in its block; for the blocks
     to come when the block is done. Columns are held as rows, since one is read and written at a time.
     """
-    in_features = len(order)
-    scheme, groups = quantized.scheme, quantized.scale.shape[1]
-    diagonal, group = hessian.diagonal().tolist(), (order // (in_features // groups)).tolist()
-    steps = quantized.scale.float().T.contiguous().unbind()
-    codes = quantized.codes.T[order].float()
+    in_features, points = len(order), points_of(quantized)
+    diagonal, group = hessian.diagonal().tolist(), (order // points.columns).tolist()
+    steps = points.steps.unbind()
+    numbers = points.numbers().T[order]
     gradient = torch.addmm(wanted.T[order], hessian, quantized.dequantize().T[order], beta=-1)
     for start in range(0, in_features, block_size):
         end = min(start + block_size, in_features)
         block, inner = gradient[start:end], hessian[start:end, start:end]
         change = torch.empty_like(block)
-        columns = zip(block.unbind(), codes[start:end].unbind(), change.unbind(), strict=True)
-        for place, (slope, code, changed) in enumerate(columns):
-            step = steps[group[start + place]]
+        columns = zip(block.unbind(), numbers[start:end].unbind(), change.unbind(), strict=True)
+        for place, (slope, number, changed) in enumerate(columns):
+            own = group[start + place]
             if place:
                 slope.addmv_(change[:place].T, inner[place, :place])
-            best = torch.addcdiv(code, slope, step, value=-1 / diagonal[start + place])
-            best.round_().clamp_(scheme.low, scheme.high)
-            torch.sub(best, code, out=changed).mul_(step)
-            code.copy_(best)
+            best = torch.addcdiv(number, slope, steps[own], value=-1 / diagonal[start + place])
+            points.nearest_(best, own)
+            torch.sub(best, number, out=changed).mul_(steps[own])
+            number.copy_(best)
         gradient[end:].addmm_(hessian[end:, start:end], change)
-    found = torch.empty_like(quantized.codes)
-    found[:, order] = codes.T.to(torch.int8)
-    return QuantizedTensor(found, quantized.scale, quantized.zero_point, scheme)
+    found = torch.empty_like(numbers)
+    found[order] = numbers
+    return points.tensor(found.T)

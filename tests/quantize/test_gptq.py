@@ -6,7 +6,7 @@ from torch import Tensor
 
 from qtool.calibrate.statistics import InputStatistics
 from qtool.core.recipe import Gptq
-from qtool.core.schemes import IntScheme
+from qtool.core.schemes import Fp4Scheme, Fp8Scheme, IntScheme, WeightScheme
 from qtool.quantize.methods.gptq import gptq, inverse_factor
 from qtool.quantize.methods.rtn import rtn
 
@@ -14,6 +14,10 @@ SCHEMES = [
     IntScheme(4, 32, symmetric=False),
     IntScheme(4, 32, symmetric=True),
     IntScheme(8, None, symmetric=True),
+    Fp8Scheme(1, None),
+    Fp8Scheme(4, 40),
+    Fp4Scheme("nvfp4"),
+    Fp4Scheme("mxfp4"),
 ]
 
 
@@ -31,15 +35,15 @@ def correlated() -> Tensor:
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("activation_order", [True, False])
 def test_it_is_rounding_to_nearest_when_inputs_are_uncorrelated(
-    scheme: IntScheme, activation_order: bool
+    scheme: WeightScheme, activation_order: bool
 ) -> None:
     torch.manual_seed(1)
     weight = torch.randn(11, 96)
     options = Gptq(activation_order=activation_order, search_range=False, sweeps=0)
     found = gptq(weight, statistics_of(torch.eye(96)), scheme, options, torch.float16)
     nearest = rtn(weight, scheme, torch.float16)
-    assert torch.equal(found.codes, nearest.codes)
-    assert torch.equal(found.scale, nearest.scale)
+    assert torch.equal(found.dequantize(), nearest.dequantize())
+    assert found.scheme == scheme
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -47,7 +51,7 @@ def test_it_is_rounding_to_nearest_when_inputs_are_uncorrelated(
     "options", [Gptq(), Gptq(activation_order=False), Gptq(search_range=False, sweeps=0)], ids=str
 )
 def test_its_output_error_is_well_below_rounding_for_correlated_inputs(
-    scheme: IntScheme, options: Gptq
+    scheme: WeightScheme, options: Gptq
 ) -> None:
     torch.manual_seed(1)
     weight, seen = torch.randn(11, 96), statistics_of(correlated())

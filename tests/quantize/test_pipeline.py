@@ -359,10 +359,6 @@ def test_an_unwritable_place_is_an_error_before_any_work(tiny: Path, text: Path)
             r"group_size 256 does not divide in_features 96 of .*gate_proj; use 32, 48, 96",
         ),
         ({"targets": "*.moe.*"}, r"target '\*\.moe\.\*' matches no linear of the model"),
-        (
-            {"method": "gptq", "format": "nvfp4"},
-            r"method gptq chooses integers, and .*gate_proj is to be nvfp4, group 16; use awq, rtn or best",
-        ),
     ],
 )
 def test_a_recipe_that_does_not_fit_the_model_is_refused(
