@@ -97,4 +97,4 @@ class _Fp4:
         return self._quantized.values()
 
     def tensor(self, numbers: Tensor) -> Fp4Tensor:
-        return replace(self._quantized, codes=fp4_codes(numbers))
+        return replace(self._quantized, codes=fp4_codes(numbers.contiguous()))
