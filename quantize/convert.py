@@ -10,7 +10,7 @@ from torch import Tensor
 from qtool.core.checkpoint import COMPANIONS, Checkpoint
 from qtool.core.files import new_folder, refuse_existing
 from qtool.core.formats import find_writer
-from qtool.core.formats.contract import Writer
+from qtool.core.formats.contract import Contents, Writer
 from qtool.errors import UsageError
 from qtool.quantize.shards import Shards
 
@@ -40,7 +40,9 @@ def convert_checkpoint(
             "'qtool quantize'"
         )
     shapes = {module: source.format.shape(module) for module in schemes}
-    writer = find_writer(format_name)(schemes, shapes, _dense(source, set(schemes)), source.kv_cache)
+    writer = find_writer(format_name)(
+        Contents(schemes, shapes, _dense(source, set(schemes)), source.kv_cache)
+    )
     with new_folder(output) as folder:
         shards, total = Shards(folder, shard_bytes), len(list(source))
         for done, tensors in _encoded(source, set(schemes), writer):

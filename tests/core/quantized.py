@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qtool.core.activation import Activation
 from qtool.core.formats import find_writer
+from qtool.core.formats.contract import Contents
 from qtool.core.qtensor import KvScales, Linear, Quantized
 from qtool.core.schemes import (
     NVFP4_ACTIVATIONS,
@@ -104,7 +105,7 @@ def write_scheme(
         module: linear_of(tensors.pop(f"{module}.weight"), scheme) for module, scheme in chosen.items()
     }
     shapes = {module: linear.weight.shape for module, linear in linears.items()}
-    writer = find_writer(format_name)(chosen, shapes, dense, kv_cache)  # type: ignore[arg-type]
+    writer = find_writer(format_name)(Contents(chosen, shapes, dense, kv_cache))
     for module, linear in linears.items():
         tensors |= writer.encode(module, linear)
     if kv_cache is not None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.formats import WRITERS, find_writer
+from qtool.core.formats.contract import Contents
 from qtool.core.qtensor import Fp4Tensor, Fp8Tensor, Linear
 from qtool.core.schemes import (
     NVFP4_ACTIVATIONS,
@@ -240,14 +241,14 @@ def test_what_a_format_cannot_hold_is_refused(
     message: str,
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        find_writer(format_name)(schemes, shapes, [], None)
+        find_writer(format_name)(Contents(schemes, shapes, []))
 
 
 @pytest.mark.parametrize("format_name", ["awq", "gptq", "fp8"])
 def test_a_kv_cache_is_refused_where_a_format_knows_none(format_name: str) -> None:
     schemes = {"a": FP8_BLOCK if format_name == "fp8" else INT4}
     with pytest.raises(UsageError, match=f"{format_name} knows no quantized KV cache"):
-        find_writer(format_name)(schemes, SHAPES, [], KvCacheScheme("fp8"))
+        find_writer(format_name)(Contents(schemes, SHAPES, [], KvCacheScheme("fp8")))
 
 
 def test_an_unknown_format_names_the_nearest() -> None:

@@ -4,12 +4,12 @@ A linear ``m`` is ``m.qweight`` [K, N / 8] int32, ``m.qzeros`` [G, N / 8] int32 
 and zero points are unsigned. What ``modules_to_not_convert`` names is stored dense.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qtool.core.formats.contract import Contents
 from qtool.core.formats.naming import brief, unquantized
 from qtool.core.formats.parts import Parts
 from qtool.core.formats.promises import refuse_dynamic, refuse_exempt, refuse_unknown
@@ -17,7 +17,7 @@ from qtool.core.formats.tensors import StoredModel
 from qtool.core.formats.uniform import uniform
 from qtool.core.formats.words import pack_to_int32, unpack_from_int32
 from qtool.core.qtensor import KvScales, Linear, QuantizedTensor
-from qtool.core.schemes import IntScheme, KvCacheScheme, LinearScheme
+from qtool.core.schemes import IntScheme, LinearScheme
 from qtool.errors import QtoolError, UsageError
 
 _NUM_BITS, _PER_WORD = 4, 8
@@ -97,16 +97,10 @@ class AutoAwqWriter:
     Linears with other groups than the rest are written in the largest groups that divide all.
     """
 
-    def __init__(
-        self,
-        schemes: Mapping[str, LinearScheme],
-        shapes: Mapping[str, tuple[int, int]],
-        dense: Sequence[str],
-        kv_cache: KvCacheScheme | None,
-    ) -> None:
-        self._scheme = uniform("awq", (_NUM_BITS,), schemes, shapes, kv_cache)
-        self._quantized, self._dense = list(schemes), dense
-        for module, (out_features, _) in shapes.items():
+    def __init__(self, contents: Contents) -> None:
+        self._scheme = uniform("awq", (_NUM_BITS,), contents)
+        self._quantized, self._dense = list(contents.schemes), contents.dense
+        for module, (out_features, _) in contents.shapes.items():
             if out_features % _PER_WORD:
                 raise UsageError(
                     f"{module}: has {out_features} outputs; awq packs {_PER_WORD} of them a word and needs a "

@@ -5,19 +5,19 @@ codes are multiplied in spite of its name. Inputs are rounded to fp8 too, each t
 block.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qtool.core.activation import Activation
+from qtool.core.formats.contract import Contents
 from qtool.core.formats.layouts import load_fp8
 from qtool.core.formats.parts import Parts
 from qtool.core.formats.promises import refuse_exempt, refuse_unknown
 from qtool.core.formats.tensors import StoredModel
 from qtool.core.qtensor import Fp8Tensor, KvScales, Linear
-from qtool.core.schemes import ActivationScheme, Fp8Scheme, KvCacheScheme, LinearScheme
+from qtool.core.schemes import ActivationScheme, Fp8Scheme, LinearScheme
 from qtool.errors import QtoolError, UsageError
 
 _SCALE = "weight_scale_inv"
@@ -85,14 +85,9 @@ class BlockFp8:
 class BlockFp8Writer:
     """Writes fp8 in blocks whose inputs are rounded in groups as long as a block."""
 
-    def __init__(
-        self,
-        schemes: Mapping[str, LinearScheme],
-        shapes: Mapping[str, tuple[int, int]],
-        dense: Sequence[str],
-        kv_cache: KvCacheScheme | None,
-    ) -> None:
-        if kv_cache is not None:
+    def __init__(self, contents: Contents) -> None:
+        schemes = contents.schemes
+        if contents.kv_cache is not None:
             raise UsageError("fp8 knows no quantized KV cache; write it as compressed-tensors")
         first = next(iter(schemes.values())).weight
         for module, scheme in schemes.items():
@@ -110,7 +105,7 @@ class BlockFp8Writer:
                     f"{module}: is quantized as {block}, others as {first}; fp8 holds one of them"
                 )
         assert isinstance(first, Fp8Scheme)
-        self._block, self._dense = [first.rows, first.columns], dense
+        self._block, self._dense = [first.rows, first.columns], contents.dense
 
     def encode(self, module: str, linear: Linear) -> dict[str, Tensor]:
         """Scales in float32, as engines want them."""

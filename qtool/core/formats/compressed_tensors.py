@@ -19,6 +19,7 @@ from torch import Tensor
 from qtool.core.activation import Activation
 from qtool.core.formats.config_groups import Group, read_groups
 from qtool.core.formats.config_writing import write_groups
+from qtool.core.formats.contract import Contents
 from qtool.core.formats.kv_cache import KvLayout
 from qtool.core.formats.layouts import layout_of, load, parts_of, shape_of, store
 from qtool.core.formats.parts import Parts
@@ -70,14 +71,8 @@ class CompressedTensors:
 class CompressedTensorsWriter:
     """Writes every scheme, each linear in the layout that compressed-tensors would choose."""
 
-    def __init__(
-        self,
-        schemes: Mapping[str, LinearScheme],
-        shapes: Mapping[str, tuple[int, int]],
-        dense: Sequence[str],
-        kv_cache: KvCacheScheme | None,
-    ) -> None:
-        self._schemes, self._dense, self._kv_cache = schemes, dense, kv_cache
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
 
     def encode(self, module: str, linear: Linear) -> dict[str, Tensor]:
         """Raises UsageError for inputs in an order of their own, which compressed-tensors 0.20 dropped."""
@@ -91,12 +86,12 @@ class CompressedTensorsWriter:
 
     def encode_kv(self, attention: str, scales: KvScales) -> dict[str, Tensor]:
         """Beside the attention's own parts."""
-        assert self._kv_cache is not None
-        return KvLayout(self._kv_cache).store(attention, scales)
+        assert self._contents.kv_cache is not None
+        return KvLayout(self._contents.kv_cache).store(attention, scales)
 
     def config(self) -> dict[str, Any]:
         """A config group for each scheme."""
-        return config(self._schemes, self._dense, self._kv_cache)
+        return config(self._contents.schemes, self._contents.dense, self._contents.kv_cache)
 
     def files(self) -> dict[str, dict[str, Any]]:
         """None."""

@@ -1,6 +1,7 @@
 """What a format on disk is to the rest: a reader of quantized linears, and a writer."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -40,23 +41,27 @@ class QuantizationFormat(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint is to hold, known before any of it is written."""
+
+    schemes: Mapping[str, LinearScheme]
+    """Of the quantized linears, by name."""
+    shapes: Mapping[str, tuple[int, int]]
+    """(N, K) of the same."""
+    dense: Sequence[str]
+    """Names of the other linears."""
+    kv_cache: KvCacheScheme | None = None
+
+
 class Writer(Protocol):
     """Writes a checkpoint's quantized linears in one format, exactly or not at all.
 
     It is told every linear before the first is written, since some formats know one scheme for all.
     """
 
-    def __init__(
-        self,
-        schemes: Mapping[str, LinearScheme],
-        shapes: Mapping[str, tuple[int, int]],
-        dense: Sequence[str],
-        kv_cache: KvCacheScheme | None,
-    ) -> None:
-        """`schemes` and `shapes` (N, K) of the quantized linears by name; the names of the `dense` ones.
-
-        Raises UsageError naming the first linear that the format cannot hold, and why.
-        """
+    def __init__(self, contents: Contents) -> None:
+        """Raises UsageError naming the first linear that the format cannot hold, and why."""
         ...
 
     def encode(self, module: str, linear: Linear) -> dict[str, Tensor]:

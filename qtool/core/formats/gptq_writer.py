@@ -1,17 +1,16 @@
 """Write the GPTQ layout, see `gptq`: version 1, which every engine reads, and version 2."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qtool.core.formats.contract import Contents
 from qtool.core.formats.gptq import ADDED, NUM_BITS
 from qtool.core.formats.naming import brief, unquantized
 from qtool.core.formats.uniform import uniform
 from qtool.core.formats.words import pack_to_int32
 from qtool.core.qtensor import KvScales, Linear, QuantizedTensor
-from qtool.core.schemes import KvCacheScheme, LinearScheme
 from qtool.errors import UsageError
 
 
@@ -23,18 +22,12 @@ class GptqWriter:
 
     version = "gptq"
 
-    def __init__(
-        self,
-        schemes: Mapping[str, LinearScheme],
-        shapes: Mapping[str, tuple[int, int]],
-        dense: Sequence[str],
-        kv_cache: KvCacheScheme | None,
-    ) -> None:
-        self._scheme = uniform(self.version, NUM_BITS, schemes, shapes, kv_cache)
-        self._quantized, self._dense = list(schemes), dense
+    def __init__(self, contents: Contents) -> None:
+        self._scheme = uniform(self.version, NUM_BITS, contents)
+        self._quantized, self._dense = list(contents.schemes), contents.dense
         self._reordered = False
         bits = self._scheme.num_bits
-        for module, shape in shapes.items():
+        for module, shape in contents.shapes.items():
             if any(size * bits % 32 for size in shape):
                 raise UsageError(
                     f"{module}: has the shape {shape}; {self.version} packs codes of {bits} bits into whole "

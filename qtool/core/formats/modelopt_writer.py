@@ -1,11 +1,11 @@
 """Write checkpoints as NVIDIA ModelOpt exports them, see `modelopt`."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qtool.core.formats.contract import Contents
 from qtool.core.formats.kv_cache import KvLayout
 from qtool.core.formats.modelopt import ALGORITHMS, HF_QUANT_CONFIG, KV_NAMES
 from qtool.core.formats.naming import brief
@@ -22,20 +22,15 @@ _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 class ModelOptWriter:
     """Writes the schemes that ModelOpt has a name for; nvfp4's global scale in float32, as it does."""
 
-    def __init__(
-        self,
-        schemes: Mapping[str, LinearScheme],
-        shapes: Mapping[str, tuple[int, int]],
-        dense: Sequence[str],
-        kv_cache: KvCacheScheme | None,
-    ) -> None:
+    def __init__(self, contents: Contents) -> None:
+        schemes, kv_cache = contents.schemes, contents.kv_cache
         if kv_cache not in (None, KvCacheScheme("fp8")):
             raise UsageError(f"modelopt holds an fp8 KV cache with a scale a layer, not an {kv_cache}")
         for module, scheme in schemes.items():
             if scheme not in _NAMES:
                 held = "; ".join(map(str, _NAMES))
                 raise UsageError(f"{module}: is quantized as {scheme}; modelopt holds {held}")
-        self._schemes, self._dense, self._kv_cache = schemes, dense, kv_cache
+        self._schemes, self._dense, self._kv_cache = schemes, contents.dense, kv_cache
 
     def encode(self, module: str, linear: Linear) -> dict[str, Tensor]:
         """Scales of the whole tensor are single numbers in float32."""

@@ -1,11 +1,11 @@
 """Formats that know one integer scheme for a whole checkpoint: what all of its linears can be written as."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from qtool.core.formats.contract import Contents
 from qtool.core.qtensor import QuantizedTensor
-from qtool.core.schemes import IntScheme, KvCacheScheme, LinearScheme
+from qtool.core.schemes import IntScheme
 from qtool.errors import UsageError
 
 
@@ -31,21 +31,15 @@ class Uniform:
         )
 
 
-def uniform(
-    name: str,
-    num_bits: tuple[int, ...],
-    schemes: Mapping[str, LinearScheme],
-    shapes: Mapping[str, tuple[int, int]],
-    kv_cache: KvCacheScheme | None,
-) -> Uniform:
+def uniform(name: str, num_bits: tuple[int, ...], contents: Contents) -> Uniform:
     """What every linear can be written as in format `name`, which holds integers of `num_bits`.
 
     Raises UsageError naming the first linear that keeps it from that.
     """
-    if kv_cache is not None:
+    if contents.kv_cache is not None:
         raise UsageError(f"{name} knows no quantized KV cache; write it as compressed-tensors")
     weights: dict[str, IntScheme] = {}
-    for module, scheme in schemes.items():
+    for module, scheme in contents.schemes.items():
         if not isinstance(scheme.weight, IntScheme) or scheme.weight.num_bits not in num_bits:
             bits = " or ".join(map(str, num_bits))
             raise UsageError(f"{module}: is quantized as {scheme}; {name} holds integers of {bits} bits")
@@ -62,5 +56,7 @@ def uniform(
     sizes = {weight.group_size for weight in weights.values()}
     group_size = None
     if sizes != {None}:
-        group_size = math.gcd(*(weight.group_size or shapes[module][1] for module, weight in weights.items()))
+        group_size = math.gcd(
+            *(weight.group_size or contents.shapes[module][1] for module, weight in weights.items())
+        )
     return Uniform(first[1].num_bits, group_size, all(weight.symmetric for weight in weights.values()))
