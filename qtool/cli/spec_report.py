@@ -53,7 +53,7 @@ def spec_report(
         opened = open_engine(engine, threads=threads, device=device)
         times = measure_times(opened, SchedulerConfig())
         drafters = {
-            name: make_drafters(config, opened, tokenizer, engine) for name, config in configs.items()
+            name: make_drafters(config, opened, tokenizer, engine, times) for name, config in configs.items()
         }
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, stop_token_ids=tokenizer.eos_token_ids

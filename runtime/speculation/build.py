@@ -94,7 +94,8 @@ def make_speculator(
     """
     if config.kind == "off":
         return None
-    drafters = make_drafters(config, engine, tokenizer, path)
+    times = None if config.num_tokens is not None else measure_times(engine, limits)
+    drafters = make_drafters(config, engine, tokenizer, path, times)
     longest = max(drafter.max_tokens for drafter in drafters)
     if config.num_tokens is not None and config.num_tokens > longest:
         names = " and ".join(drafter.name for drafter in drafters)
@@ -102,7 +103,6 @@ def make_speculator(
             f"speculative_tokens is {config.num_tokens}, and {names} can draft {longest} at most: the chance "
             f"that all before a token are accepted falls with every one; give 1 to {longest}, or auto"
         )
-    times = None if config.num_tokens is not None else measure_times(engine, limits)
     return Speculator(
         drafters,
         times,
@@ -119,21 +119,29 @@ def measure_times(engine: Engine, limits: SchedulerConfig) -> StepTimes:
 
 
 def make_drafters(
-    config: SpeculationConfig, engine: Engine, tokenizer: Tokenizer, path: Path
+    config: SpeculationConfig, engine: Engine, tokenizer: Tokenizer, path: Path, times: StepTimes | None
 ) -> list[Drafter]:
-    """What drafts together, opened and timed."""
+    """What drafts together, opened and timed. `times` are the engine's, None where K is fixed: heads leave
+    out what is unlikely, but not where a step takes longer for having other rows than the last."""
+    whole = times is None or times.prefers_alike
     if config.path is not None:
-        return [_open(config.kind, config.path, config, engine, tokenizer, path)]
+        return [_open(config.kind, config.path, config, engine, tokenizer, path, whole)]
     found: list[Drafter] = [NgramDrafter(store_tokens=config.store_tokens)]
     folder = path / DRAFT_FOLDER
     if config.kind == "auto" and folder.is_dir():
         kind: Kind = "heads" if (folder / HEAD_CONFIG).is_file() else "draft"
-        found.append(_open(kind, folder, config, engine, tokenizer, path))
+        found.append(_open(kind, folder, config, engine, tokenizer, path, whole))
     return found
 
 
 def _open(
-    kind: Kind, path: Path, config: SpeculationConfig, engine: Engine, tokenizer: Tokenizer, model: Path
+    kind: Kind,
+    path: Path,
+    config: SpeculationConfig,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    model: Path,
+    whole: bool,
 ) -> Drafter:
     if kind == "heads":
         if config.tree_width > 1 and not engine.takes_trees:
@@ -147,7 +155,7 @@ def _open(
             path,
             engine,
             width=config.tree_width,
-            whole=config.num_tokens is not None,
+            whole=whole,
             device=config.device,
             threads=config.threads,
         )

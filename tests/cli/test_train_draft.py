@@ -53,7 +53,11 @@ def test_a_draft_models_engine_is_compiled_in_and_found_by_auto(
     ended = qtool("compile", tiny, "--target", "reference", "--draft", small, "-o", engine)
     assert ended.code == 0, ended.err
     drafters = make_drafters(
-        SpeculationConfig("auto"), open_engine(engine, kv_cache_tokens=256), Tokenizer.load(engine), engine
+        SpeculationConfig("auto"),
+        open_engine(engine, kv_cache_tokens=256),
+        Tokenizer.load(engine),
+        engine,
+        None,
     )
     assert [drafter.name for drafter in drafters] == ["ngram", "draft"]
 
