@@ -27,6 +27,8 @@ from qtool.quantize.spread import spread
 
 _MOST_DB = 200.0
 """Reported for a linear that lost nothing at all."""
+_SMALL = 2**33
+"""Of what a linear takes to work on, see `LoadedLayer.work`: 2048 by 2048."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class LoadedLayer:
     def weight(self, module: str) -> Tensor:
         """The weight [N, K] of a linear by its full name."""
         return self.module.get_parameter(f"{module}.weight".removeprefix(f"{self.prefix}."))
+
+    def work(self, module: str) -> int:
+        """``N K K``: products of numbers, about what a method computes several times over."""
+        weight = self.weight(module)
+        return weight.numel() * weight.shape[1]
 
 
 @torch.no_grad()
@@ -110,11 +117,26 @@ def quantize_layer(
         record = _record(assignment, chosen, given, folded.get(module), before.get(module, after), after)
         return record.model_copy(update={"starved": True}) if module in poor else record
 
-    free = [module for module in assigned if module != closing]
-    records = dict(zip(free, spread(free, devices, quantize), strict=True))
+    free = sorted((module for module in assigned if module != closing), key=layer.work, reverse=True)
+    workers = _side_by_side(devices, free, layer)
+    records = dict(zip(free, spread(free, workers, quantize), strict=True))
     if closing is not None:
         records[closing] = quantize(closing, devices[0])
     return QuantizedLayer(tensors, {module: records[module] for module in assigned})
+
+
+def _side_by_side(
+    devices: Sequence[torch.device], modules: Sequence[str], layer: LoadedLayer
+) -> Sequence[torch.device]:
+    """The CPU as often as it has threads, or linears for them, where these are small.
+
+    Most steps of GPTQ are too short there for several threads to share; products of large linears are not,
+    and what several of those take at once would be most of the memory.
+    """
+    small = all(layer.work(module) <= _SMALL for module in modules)
+    if len(devices) > 1 or devices[0].type != "cpu" or not small or not modules:
+        return devices
+    return [devices[0]] * min(len(modules), torch.get_num_threads())
 
 
 def _closing(layer: LoadedLayer, assigned: Mapping[str, Assignment]) -> str | None:

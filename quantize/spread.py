@@ -17,7 +17,8 @@ def spread(
     """What `work` makes of each item, in their order: one after the other, or a thread for each of several
     devices, which takes the next item when it is done with one.
 
-    Raises what `work` raises for the first item that it fails on.
+    Named more than once, the CPU divides its threads among those. Raises what `work` raises for the first
+    item that it fails on.
     """
     if len(devices) == 1:
         return [work(item, devices[0]) for item in items]
@@ -32,5 +33,10 @@ def spread(
         finally:
             free.put(device)
 
-    with ThreadPoolExecutor(len(devices)) as pool:
-        return list(pool.map(run, items))
+    threads = torch.get_num_threads()
+    each = max(1, threads // len(devices))
+    try:  # torch keeps this number a thread, and hands the latest to threads that are new
+        with ThreadPoolExecutor(len(devices), initializer=torch.set_num_threads, initargs=(each,)) as pool:
+            return list(pool.map(run, items))
+    finally:
+        torch.set_num_threads(threads)

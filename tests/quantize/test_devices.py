@@ -90,6 +90,17 @@ def test_spread_work_raises_what_its_first_failure_raised(devices: list[torch.de
         spread(range(6), devices, work)
 
 
+def test_spread_work_shares_the_threads_there_are_and_leaves_them_as_they_were() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        assert spread(range(3), [CPU, CPU], lambda *_: torch.get_num_threads()) == [2, 2, 2]
+        assert torch.get_num_threads() == 4
+        assert spread(range(3), [CPU], lambda *_: torch.get_num_threads()) == [4, 4, 4]
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("method", ["rtn", "awq+gptq", "best"])
 def test_linears_spread_over_devices_give_the_same_bytes(
     tiny: Path, text: Path, tmp_path: Path, method: str
