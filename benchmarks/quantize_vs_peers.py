@@ -52,7 +52,7 @@ class Run:
     seed: int
     threads: int
     commit: str
-    """qtool's, whoever the contender is."""
+    """qtool's when the run began, whoever the contender is."""
     result: dict[str, Any]
     """A Result of peers/quantize_job.py."""
 
@@ -274,11 +274,12 @@ def measure(args: argparse.Namespace, pythons: dict[str, str]) -> bool:
                 "windows": str(windows.resolve()),
                 "baseline": str((folder / "baseline.npy").resolve()),
             }
+            started_at = commit()
             result = execute(pythons[library], library, job)
             if result is None:
                 succeeded = False
                 continue
-            run = Run(cell, contender, seed, args.threads, commit(), result)
+            run = Run(cell, contender, seed, args.threads, started_at, result)
             with args.results.open("a") as file:
                 file.write(json.dumps(asdict(run)) + "\n")
             print(f"{cell}, seed {seed}: {contender} KL {result['kl_mean']:.4f}", file=sys.stderr, flush=True)
