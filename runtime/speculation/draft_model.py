@@ -107,6 +107,7 @@ class DraftModel:
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Take in what the texts have become, then draft token by token, for all requests together."""
         start, expected = self._clock(), self._expected_ms(requests, spread=1)
+        lags = any(self._lag(request.sequence) for request in requests)
         drafts: list[Draft] = [EMPTY] * len(requests)
         num_again = self._num_again(len(requests))
         ready = self._catch_up(requests, num_again)
@@ -125,7 +126,8 @@ class DraftModel:
         for place, made in enumerate(ready):
             if made is not None:
                 drafts[place] = made.draft()
-        self._pace += _RATE * ((self._clock() - start) * 1000 / max(expected, 1e-3) - self._pace)
+        if not lags:  # a text's first draft, or a try after a while, says nothing of what a draft takes
+            self._pace += _RATE * ((self._clock() - start) * 1000 / max(expected, 1e-3) - self._pace)
         return drafts
 
     def expected_ms(self, requests: Sequence[DraftRequest]) -> float:

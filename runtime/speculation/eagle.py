@@ -91,8 +91,16 @@ class EagleDrafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Take in the features that wait, then draft depth by depth, for all requests together."""
+        if any(self._lags(request) for request in requests):
+            return self._propose(requests)
         with self._pace.measuring(max(request.num_tokens for request in requests)):
             return self._propose(requests)
+
+    def _lags(self, request: DraftRequest) -> bool:
+        """Whether more waits than a step with a draft leaves: a text's first draft, or a try after a while,
+        says nothing of what a draft takes."""
+        lane = self._lanes.get(request.sequence.id)
+        return lane is not None and sum(map(len, lane.pending)) > self.max_tokens + 1
 
     def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts: list[Draft] = [EMPTY] * len(requests)

@@ -162,6 +162,18 @@ def test_a_draft_models_steps_have_two_rows_where_a_change_of_their_number_costs
         assert set(own.rows[1:]) == rows  # the first takes in the prompt
 
 
+def test_a_text_that_lags_behind_says_nothing_of_what_a_draft_takes() -> None:
+    seconds = iter(range(1000))
+    drafter = DraftModel(FakeEngine(), StepTimes(FLAT), 320, clock=lambda: float(next(seconds)))
+    text = SequenceState(1, list(range(5, 25)), GREEDY, RequestOptions())
+    before = drafter.expected_ms([DraftRequest(text, 2)])
+    drafted = drafter.propose([DraftRequest(text, 2)])[0].tokens
+    assert drafter.expected_ms([DraftRequest(text, 2)]) <= before
+    text.tokens.append(drafted[0])
+    drafter.propose([DraftRequest(text, 2)])
+    assert drafter.expected_ms([DraftRequest(text, 2)]) > 2 * before
+
+
 def test_a_draft_model_follows_the_grammar_and_takes_it_back() -> None:
     options = RequestOptions(constraint=EvenThenEnd)
     (plain,), _ = run(FakeEngine(), [([5, 6], GREEDY)], None, options=options)
