@@ -30,8 +30,7 @@ def error(scheme: WeightScheme, method: Rtn | Awq | Gptq | AwqGptq | Best) -> tu
 def test_the_best_of_all_is_no_worse_than_any_and_tells_its_name(scheme: WeightScheme) -> None:
     best, name = error(scheme, Best())
     others = {"rtn": error(scheme, Rtn(search_range=True))[0], "awq": error(scheme, Awq())[0]}
-    if isinstance(scheme, IntScheme):
-        others["awq+gptq"] = error(scheme, AwqGptq())[0]
+    others["awq+gptq"] = error(scheme, AwqGptq())[0]
     # Judged by a Hessian shrunk by 96 / 2000.
     assert best <= 1.05 * min(others.values())
     assert best == others[name]
