@@ -64,10 +64,10 @@ def compile_engine(
         )
     config = read_config(source.config, str(checkpoint / "config.json"))
     layers = () if hidden_states is None else parse_layers(hidden_states, config.num_layers)
-    drafts_by_engine = draft is not None and is_draft_engine(draft)
-    head = None if draft is None or drafts_by_engine else read_head(draft, checkpoint)
-    if head is not None and draft is not None:
-        warn_of_another_target(head.config, draft, checkpoint)
+    heads, model = _drafts(draft)
+    head = None if heads is None else read_head(heads, checkpoint)
+    if heads is not None and head is not None:
+        warn_of_another_target(head.config, heads, checkpoint)
         layers = tuple(dict.fromkeys((*layers, *head.config.hidden_layers)))
     if tensorrt is not None:
         check_limits(tensorrt, config, checkpoint)
@@ -90,9 +90,18 @@ def compile_engine(
             (folder / DRAFT_FOLDER).mkdir()
             kv_bytes = next(iter(chosen.kv_bytes.values()))
             write_head(head, target, folder / DRAFT_FOLDER, block_size=chosen.block_size, kv_bytes=kv_bytes)
-        if drafts_by_engine and draft is not None:
-            shutil.copytree(draft, folder / DRAFT_FOLDER, ignore=shutil.ignore_patterns(DRAFT_FOLDER))
+        if model is not None:
+            shutil.copytree(model, folder / DRAFT_FOLDER, ignore=shutil.ignore_patterns(DRAFT_FOLDER))
     return spec
+
+
+def _drafts(draft: Path | None) -> tuple[Path | None, Path | None]:
+    """The folder of heads, or that of a draft model's engine."""
+    if draft is None:
+        return None, None
+    if not draft.is_dir():
+        raise UsageError(f"{draft}: no such folder; wanted draft heads or the engine of a draft model")
+    return (None, draft) if is_draft_engine(draft) else (draft, None)
 
 
 def is_draft_engine(folder: Path) -> bool:

@@ -14,7 +14,7 @@ Doubles = NDArray[np.float64]
 CAUTIOUS, HOPEFUL = 0.25, 0.6
 """Acceptance of a first token that was never tried: of drafts that are judged without being verified, and of
 others, which have to be tried to be known."""
-_GUESS_WEIGHT = 2.0
+GUESS_WEIGHT = 2.0
 """Of what is expected without trying, in drafts."""
 MARGIN = 1.03
 """What speculation has to promise, over none, to be used: estimates are noisy."""
@@ -22,7 +22,7 @@ _OWN_RATE = 0.1
 _COMMON_RATE = 0.02
 _KEPT = 0.995
 """Of what drafts add outside of the engine, at each step without."""
-_CHANGE_SHARE = 0.5
+CHANGE_SHARE = 0.5
 """Of what a change of rows costs, what is charged to the step that makes it: the next ones may keep to it."""
 
 
@@ -61,10 +61,12 @@ class Acceptance:
         known = list(zip(self._made[:count], self._asked[:count], strict=True))
         return sum((made + 1) / (asked + 1) for made, asked in known) + count - len(known)
 
-    def rates(self, count: int, expected: Sequence[float] | None = None) -> list[float]:
+    def rates(
+        self, count: int, expected: Sequence[float] | None = None, weight: float = GUESS_WEIGHT
+    ) -> list[float]:
         """The rates at the first `count` places, none above the one before it.
 
-        They lean on the `expected` ones where little was tried; without, on what the place before has, times
+        They lean on the `expected` ones, as on `weight` drafts; without, on what the place before has, times
         the first place's rate.
         """
         rates: list[float] = []
@@ -73,7 +75,7 @@ class Acceptance:
             guess = last * factor if expected is None else expected[place]
             asked = self._asked[place] if place < len(self._asked) else 0.0
             accepted = self._accepted[place] if place < len(self._accepted) else 0.0
-            last = min(last, (accepted + _GUESS_WEIGHT * guess) / (asked + _GUESS_WEIGHT))
+            last = min(last, (accepted + weight * guess) / (asked + weight))
             if place == 0:
                 factor = last
             rates.append(last)
@@ -128,7 +130,7 @@ class StepTimes:
         """What is charged to steps [...] for another number of rows than the last one had."""
         if self._last_rows is None:
             return np.zeros_like(rows)
-        return np.where(np.rint(rows) == self._last_rows, 0.0, _CHANGE_SHARE * self.change_ms)
+        return np.where(np.rint(rows) == self._last_rows, 0.0, CHANGE_SHARE * self.change_ms)
 
     @property
     def prefers_alike(self) -> bool:

@@ -14,7 +14,7 @@ from qtool.runtime.request import SequenceState
 from qtool.runtime.sampling import distribution
 from qtool.runtime.speculation.constrained import Walk
 from qtool.runtime.speculation.contract import EMPTY, Draft, DraftRequest, Seen
-from qtool.runtime.speculation.decide import StepTimes
+from qtool.runtime.speculation.decide import CHANGE_SHARE, StepTimes
 from qtool.runtime.tokenizer import Tokenizer
 
 MAX_TOKENS = 8
@@ -144,6 +144,8 @@ class DraftModel:
         step, first, behind = self._times.predict_ms(rows, np.full(3, context)).tolist()
         catching_up = max(behind - first, 0.0) / spread
         changes = 2 * self._times.change_ms if again == 1 and longest > 1 else 0.0
+        if lag and not changes:  # its first step has other rows than the one before and the one behind
+            changes = CHANGE_SHARE * min(longest, 2) * self._times.change_ms
         return float(first + catching_up + (longest - 1) * step + changes)
 
     def _num_again(self, num_sequences: int) -> int:

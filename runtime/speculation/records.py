@@ -6,10 +6,14 @@ from dataclasses import dataclass, field
 
 from qtool.runtime.request import SequenceState
 from qtool.runtime.speculation.contract import Draft
-from qtool.runtime.speculation.decide import CAUTIOUS, Acceptance
+from qtool.runtime.speculation.decide import CAUTIOUS, GUESS_WEIGHT, Acceptance
 
 _MEMORY = 100
 _OWN_MEMORY = 12
+_COMMON_WEIGHT = 6.0
+"""Drafts of its own that make a sequence's rate count as much as all sequences', where drafts have to be made
+to be judged: a lucky few would start what does not pay, and an unlucky few end what does. N-grams are judged
+at every step, and texts differ far more in them."""
 
 Key = tuple[str, int]
 """A drafter's name and the kind of its draft."""
@@ -52,7 +56,9 @@ class Records:
         long as none was tried."""
         own = self._record(sequence).acceptance.get(key)
         overall = self._overall.setdefault(key, Acceptance(_MEMORY, guess)).rates(count)
-        return overall if own is None else own.rates(count, overall)
+        if own is None:
+            return overall
+        return own.rates(count, overall, GUESS_WEIGHT if guess == CAUTIOUS else _COMMON_WEIGHT)
 
     def num_made(self, key: Key, count: int) -> float:
         """Of `count` tokens asked for, how many are made and verified."""

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qtool.runtime.engines.contract import Floats, Step
-from qtool.runtime.request import SamplingParams
+from qtool.runtime.request import RequestOptions, SamplingParams, SequenceState
 from qtool.runtime.scheduler import SchedulerConfig
 from qtool.runtime.speculation.contract import Draft, DraftRequest
-from qtool.runtime.speculation.decide import Acceptance, StepTimes, allot
+from qtool.runtime.speculation.decide import CAUTIOUS, HOPEFUL, Acceptance, StepTimes, allot
+from qtool.runtime.speculation.records import Records
 from qtool.runtime.speculation.speculator import Speculator
 from qtool.runtime.speculation.worth import Worth
 from qtool.runtime.steptime import StepLoad
@@ -85,6 +86,20 @@ def test_acceptance_is_learnt_by_place_and_recent_drafts_count_more() -> None:
     assert max(found.rates(3)) < 0.15
     own = Acceptance(20)
     assert own.rates(2, [0.8, 0.6]) == pytest.approx([0.8, 0.6])  # a new request is like the others
+
+
+@pytest.mark.parametrize(("guess", "expected"), [(CAUTIOUS, 0.75), (HOPEFUL, 0.625)])
+def test_a_few_lucky_drafts_say_less_of_a_text_where_drafts_have_to_be_made_to_be_judged(
+    guess: float, expected: float
+) -> None:
+    records, key = Records(), ("some", 0)
+    before, text = (SequenceState(n, [5, 6], SamplingParams(), RequestOptions()) for n in range(2))
+    records.rates(key, guess, before, 1)
+    for n in range(400):
+        records.judge(before, key, Draft([7]), [0] if n % 2 else [])
+    for _ in range(2):
+        records.judge(text, key, Draft([7]), [0])
+    assert records.rates(key, guess, text, 1) == pytest.approx([expected], abs=0.02)
 
 
 def test_step_times_follow_the_machine_where_it_is_seen() -> None:

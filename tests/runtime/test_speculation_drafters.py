@@ -174,6 +174,16 @@ def test_a_text_that_lags_behind_says_nothing_of_what_a_draft_takes() -> None:
     assert drafter.expected_ms([DraftRequest(text, 2)]) > 2 * before
 
 
+def test_a_draft_model_that_rested_is_expected_to_prepare_its_graph_anew() -> None:
+    drafter = DraftModel(FakeEngine(), StepTimes(FLAT, change_ms=4.0), 320)
+    text = SequenceState(1, list(range(5, 9)), GREEDY, RequestOptions())
+    asked = [DraftRequest(text, 1)]
+    text.tokens.append(drafter.propose(asked)[0].tokens[0])
+    kept = drafter.expected_ms(asked)
+    text.tokens += [9, 10, 11]
+    assert drafter.expected_ms(asked) > kept + 1.5
+
+
 def test_a_draft_model_follows_the_grammar_and_takes_it_back() -> None:
     options = RequestOptions(constraint=EvenThenEnd)
     (plain,), _ = run(FakeEngine(), [([5, 6], GREEDY)], None, options=options)
