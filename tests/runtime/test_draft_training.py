@@ -181,6 +181,29 @@ def test_prompts_are_neither_learned_nor_counted(tiny: Path) -> None:
     assert every != losses[0]
 
 
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
+def test_products_in_bfloat16_lose_what_those_in_float32_do(tiny: Path, kind: HeadKind) -> None:
+    """Whatever the checkpoint's dtype is: embeddings and output matrix keep it in a head."""
+    head = seeded_head(tiny, kind)
+    tensors = {
+        n: tensor.half() if tensor.is_floating_point() else tensor for n, tensor in head.tensors.items()
+    }
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 320, (2, 20), generator=generator)
+    final = torch.randn(2, 20, 96, generator=generator)
+    features = torch.randn(2, 20, 96 * len(head.config.hidden_layers), generator=generator)
+    network = Network(
+        head.config, tensors, torch.randn(320, 96, generator=generator) / 10, torch.device("cpu")
+    )
+    batch = Batch(tokens, features, final, torch.ones(2, 20, dtype=torch.bool))
+    exact = network.loss(batch, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = network.loss(batch, 2)
+    assert rounded.dtype == torch.float32
+    assert rounded.item() == pytest.approx(exact.item(), rel=0.01)
+    assert rounded.item() != exact.item()
+
+
 def test_the_start_finds_what_a_token_adds_to_the_feature_before_it(tiny: Path) -> None:
     """Of features that are a linear map of the last and something of each token's own, which has nothing to
     do with its embedding, all but what too few tokens tell."""

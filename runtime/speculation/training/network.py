@@ -59,9 +59,10 @@ class Network(nn.Module):
         }
         for name, parameter in self._learned.items():
             self.register_parameter(name.replace(".", "/"), parameter)
-        self._fixed = {name: tensors[name] for name in frozen & tensors.keys()}
-        if LM_HEAD in self._fixed:
-            self._fixed[LM_HEAD] = self._fixed[LM_HEAD].float()
+        fixed = {name: tensors[name] for name in frozen & tensors.keys()}
+        self._fixed = {
+            name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in fixed.items()
+        }
         self._target_output = target_output
         self._own_output = target_output[tensors[TOKENS].long()]
 
@@ -97,7 +98,7 @@ class Network(nn.Module):
     def targets(self, batch: Batch, depth: int) -> list[Tensor]:
         """For each draft: the target's distribution [B, S - 2 - d, draft vocabulary] over head's tokens."""
         logits = F.linear(batch.final, self._own_output)
-        return [logits[:, 1 + d : -1].softmax(dim=-1) for d in range(depth)]
+        return [logits[:, 1 + d : -1].float().softmax(dim=-1) for d in range(depth)]
 
     def loss(self, batch: Batch, depth: int) -> Tensor:
         """Cross entropy with the target's distributions, later drafts counting less; EAGLE-1's features
@@ -109,10 +110,12 @@ class Network(nn.Module):
             zip(self.predictions(batch, depth), targets, strict=True)
         ):
             counted = batch.counted[:, 1 : -1 - d]
-            loss = -(target * logits.log_softmax(dim=-1)).sum(-1)
+            loss = -(target * logits.float().log_softmax(dim=-1)).sum(-1)
             if self.config.kind == "eagle" and feature is not None:
                 wanted = batch.final[:, 1 + d : -1]
-                loss = loss + _FEATURE_WEIGHT * F.smooth_l1_loss(feature, wanted, reduction="none").mean(-1)
+                loss = loss + _FEATURE_WEIGHT * F.smooth_l1_loss(
+                    feature.float(), wanted, reduction="none"
+                ).mean(-1)
             loss = (loss * counted).sum() / counted.sum().clamp(min=1)
             total, weight = total + _DECAY**d * loss, weight + _DECAY**d
         return total / weight

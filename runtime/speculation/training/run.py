@@ -94,6 +94,7 @@ def train_head(
         prefix = tokenizer.encode(_PREFIX, add_special_tokens=False)
         alone = hidden_alone(engine, prefix, work / "alone.safetensors")
         head = fit_start(head, alone, lambda: batches.load(batches.epoch(0)))
+        told("fitting", 1, 1, "")
     trained, report = train(
         head,
         target_output(config, weights),

@@ -99,7 +99,8 @@ def train(
     for batch in _from(batches, step, total):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * _schedule(step, total)
-        value = network.loss(batch.to(device), options.depth)
+        with torch.autocast(device.type, torch.bfloat16, enabled=_multiplies_bfloat16(device)):
+            value = network.loss(batch.to(device), options.depth)
         optimizer.zero_grad()
         value.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(network.parameters(), _CLIP)
@@ -116,6 +117,14 @@ def train(
         acceptance=tuple(acceptance(network, held_out, options.depth)),
     )
     return network.head(), report
+
+
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether a device has instructions for products of bfloat16, which halve the time of a step."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    known = torch.cpu.get_capabilities()
+    return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
 
 
 def _mean(average: float, steps: int) -> float:
