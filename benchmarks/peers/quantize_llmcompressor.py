@@ -14,6 +14,7 @@ from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
 from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+from llmcompressor.pipelines.cache import IntermediatesCache
 from quantize_job import Job, judge, load_model, measured, read_job, transformers_logits, unknown_method
 
 TARGETS = {"mlp": [r"re:.*\.mlp\..*_proj$"], "linears": ["Linear"]}
@@ -51,6 +52,8 @@ def recipe(job: Job) -> list[Modifier]:
 
 def main() -> None:
     job = read_job()
+    if not torch.accelerator.is_available():  # its AWQ pins memory for copies to a GPU, which fails without
+        IntermediatesCache.pin_memory = lambda *_: None
     with measured() as costs:
         model = load_model(job)
         ids = job.calibration
