@@ -48,4 +48,5 @@ def plot_sensitivity(report: "Report", path: Path) -> None:
     axes.set_xlabel("layer")
     axes.set_title("  ".join(["KL of rounding one part, nats a token", *rest]), fontsize=9)
     figure.colorbar(image)
+    path.absolute().parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -2,9 +2,11 @@
 
 import fcntl
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from qtool.calibrate.layers import Weights
 from qtool.calibrate.skeleton import PREFIX
 from qtool.core.activation import Activation
-from qtool.core.files import refuse_existing, rename_new, write_text
+from qtool.core.files import refuse_existing, rename_new, sha256, write_text
 from qtool.core.formats.compressed_tensors import decode
 from qtool.core.formats.kv_cache import KvLayout
 from qtool.core.manifest import LinearRecord
@@ -24,6 +26,8 @@ from qtool.errors import QtoolError, UsageError
 from qtool.quantize.layer import QuantizedLayer
 from qtool.quantize.plan import Assignment
 from qtool.quantize.writing import PYTORCH, LazyTensor, write_safetensors
+
+_log = logging.getLogger(__name__)
 
 _STATE = "state.json"
 _RECORDS = "linears"
@@ -52,7 +56,9 @@ def work_folder(output: Path, fingerprint: str) -> Iterator["WorkFolder"]:
             except BlockingIOError as error:
                 raise UsageError(f"{path}: another run is working there; wait for it") from error
             _check_state(path, fingerprint)
-            yield WorkFolder(path, output)
+            work = WorkFolder(path, output)
+            work.drop_damaged()
+            yield work
     except OSError as error:
         raise QtoolError(
             f"{path}: cannot be written ({error.strerror or error}); {output} was left alone. Make room, "
@@ -91,7 +97,18 @@ class WorkFolder:
         tensors = [lazy(name, layer.tensors.__getitem__) for name in layer.tensors]
         temporary = self.path / "layer.writing"
         write_safetensors(temporary, tensors, PYTORCH | {_RECORDS: json.dumps(records)})
+        write_text(_seal(self.part(index)), sha256(temporary))
         temporary.replace(self.part(index))
+
+    def drop_damaged(self) -> None:
+        """Remove a finished layer whose bytes are not those that were written, and all behind it: they were
+        quantized for what it made."""
+        parts = sorted(self.path.glob("layer-*.safetensors"))
+        damaged = parts[len(list(takewhile(_is_whole, parts))) :]
+        if damaged:
+            _log.warning("%s: is damaged; it and what follows it are quantized again", damaged[0])
+        for part in damaged:
+            part.unlink()
 
     def records(self, index: int) -> dict[str, LinearRecord]:
         """What was done to the linears of a finished layer, by full name."""
@@ -161,6 +178,16 @@ class WorkFolder:
         """Rename the whole checkpoint to the output, and clean up."""
         rename_new(checkpoint, self._output)
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _seal(part: Path) -> Path:
+    """The file with the sha256 of a finished layer."""
+    return part.with_suffix(".sha256")
+
+
+def _is_whole(part: Path) -> bool:
+    seal = _seal(part)
+    return seal.is_file() and seal.read_text(encoding="utf-8") == sha256(part)
 
 
 def lazy(name: str, get_tensor: Callable[[str], Tensor]) -> LazyTensor:

@@ -4,7 +4,10 @@ Every weight keeps its stored numbers exactly: integer codes with float32 scales
 constants. The CPU plugin decompresses them inside its matrix products; all sums are in float32.
 """
 
+import errno
 import math
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -209,8 +212,20 @@ def write(
     checkpoint: Checkpoint, config: DecoderConfig, folder: Path, hidden_layers: Sequence[HiddenLayer] = ()
 ) -> None:
     """Write the graph and its weights as ``model.xml`` and ``model.bin``."""
-    model = build_model(config, CheckpointWeights(config, checkpoint), hidden_layers)
-    ov.save_model(model, folder / MODEL, compress_to_fp16=False)
+    save(build_model(config, CheckpointWeights(config, checkpoint), hidden_layers), folder)
+
+
+def save(model: ov.Model, folder: Path) -> None:
+    """Write a graph and its weights. Raises OSError when the disk is full, of which OpenVINO says only that a
+    stream failed."""
+    try:
+        ov.save_model(model, folder / MODEL, compress_to_fp16=False)
+    except RuntimeError as error:
+        constants = (node.output(0) for node in model.get_ops() if node.get_type_name() == "Constant")
+        bits = sum(one.get_element_type().bitwidth * math.prod(one.get_shape()) for one in constants)
+        if bits // 8 > shutil.disk_usage(folder).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / MODEL)) from error
+        raise
 
 
 def _shares(logits: Node, mixture: Mixture) -> Node:

@@ -8,7 +8,7 @@ from openvino import opset13 as ops
 from openvino.op import Parameter
 from torch import Tensor, float32
 
-from qtool.compile.backends.openvino import MODEL, Node, OpenVino
+from qtool.compile.backends.openvino import Node, OpenVino, save
 from qtool.compile.heads.eagle import draft
 from qtool.compile.heads.head import Head
 from qtool.core.qtensor import Linear
@@ -65,4 +65,4 @@ def build_draft_model(head: Head) -> ov.Model:
 
 def write_draft(head: Head, folder: Path) -> None:
     """Write the graph and its weights as ``model.xml`` and ``model.bin``."""
-    ov.save_model(build_draft_model(head), folder / MODEL, compress_to_fp16=False)
+    save(build_draft_model(head), folder)

@@ -8,6 +8,9 @@ import typer
 
 from qtool.errors import UsageError
 
+_MOST = 10_000
+"""Layers that no model has."""
+
 
 def skip_layers(
     checkpoint: Annotated[str, typer.Argument(help="Folder, .gguf file, built-in model or hub id.")],
@@ -34,7 +37,8 @@ def parse_layers(text: str) -> frozenset[int]:
     found: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
-            raise UsageError(f"layers: {part!r} is no layer or range; write them as in 4,8-11")
-        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+        first, last = (0, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
+        if not first <= last < _MOST:
+            raise UsageError(f"layers: {part!r} is no layer or range below {_MOST}; write them as in 4,8-11")
+        found |= set(range(first, last + 1))
     return frozenset(found)

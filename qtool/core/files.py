@@ -78,6 +78,24 @@ def new_folder(path: Path) -> Iterator[Path]:
             raise
 
 
+@contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """Tell what a full disk is, where libraries that write to `folder` do not, and that work there can go on.
+
+    Raises QtoolError then.
+    """
+    try:
+        yield
+    except Exception as error:
+        told = isinstance(error, QtoolError)
+        if reason := _no_room(error) or (None if told else _no_room(_probe(folder))):
+            raise QtoolError(
+                f"{folder}: could not be written ({reason}). Make room, then give the same command: it goes "
+                "on where it was"
+            ) from error
+        raise
+
+
 def check_room(folder: Path) -> None:
     """Raise the OSError that tells of a full disk, if that is what keeps `folder` from growing."""
     error = _probe(folder)
@@ -175,6 +193,8 @@ def _probe(folder: Path) -> Exception | None:
             file.write(bytes(_CHUNK))
     except OSError as error:
         return error
+    finally:
+        (folder / ".probe").unlink(missing_ok=True)
     return None
 
 

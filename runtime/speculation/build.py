@@ -62,6 +62,20 @@ class SpeculationConfig:
             )
         if self.store_tokens < 0:
             raise UsageError(f"store_tokens must be at least 0, got {self.store_tokens}")
+        self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        unused = {
+            "speculative_tokens": (self.num_tokens is not None, ("ngram", "draft", "heads", "auto")),
+            "block_verification": (self.block_verification, ("draft", "heads", "auto")),
+            "speculative_tree": (self.tree_width > 1, ("heads", "auto")),
+            "speculative_store": (self.store_tokens > 0, ("ngram", "auto")),
+        }
+        for option, (given, kinds) in unused.items():
+            if given and self.kind not in kinds:
+                raise UsageError(
+                    f"{option}: changes nothing with speculative {self.kind}; wanted {' or '.join(kinds)}"
+                )
 
 
 def parse_kind(text: str) -> tuple[Kind, Path | None]:
@@ -159,6 +173,8 @@ def _open(
             device=config.device,
             threads=config.threads,
         )
+    if (path / HEAD_CONFIG).is_file():
+        raise UsageError(f"{path}: holds draft heads, no model; say heads={path}")
     refuse_other_vocabulary(tokenizer, Tokenizer.load(path), engine.vocab_size)
     kv_cache_tokens = config.kv_cache_tokens or engine.num_blocks * engine.block_size
     draft = open_engine(path, kv_cache_tokens=kv_cache_tokens, threads=config.threads, device=config.device)

@@ -4,6 +4,7 @@ import logging
 import threading
 from functools import lru_cache
 
+import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from qtool.runtime.constraint import Bitmask, ConstraintFactory
@@ -41,6 +42,10 @@ class GrammarCompiler:
         if matcher.is_error():
             problem = " ".join(matcher.get_error().split())
             raise ParameterError(grammar.param, f"cannot be enforced: {problem:.{_MAX_MESSAGE}}")
+        first = np.zeros(-(-self._vocab_size // 32), np.int32)
+        GrammarConstraint(matcher.deep_copy()).fill_mask(first)
+        if not first.any():
+            raise ParameterError(grammar.param, "no text meets it: there is no token to begin with")
         return matcher
 
     def _vocabulary(self) -> LLTokenizer:

@@ -1,8 +1,10 @@
 """Engine folders: what they hold, and what is refused before anything is written."""
 
 import json
+import shutil
 from pathlib import Path
 
+import openvino
 import pytest
 
 from qtool.compile.build import compile_engine
@@ -52,6 +54,22 @@ def test_what_cannot_be_compiled_leaves_nothing_behind(tiny_copy: Path, tmp_path
     with pytest.raises(QtoolError, match=r"'MambaForCausalLM' is not supported"):
         compile_engine(tiny_copy, "openvino", tmp_path / "engines" / "one")
     assert not list((tmp_path / "engines").iterdir())
+
+
+@pytest.mark.parametrize("free", [1000, 10**12])
+def test_a_full_disk_is_told_where_openvino_says_only_that_a_stream_failed(
+    free: int, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("basic_ios::clear: iostream error")
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(openvino, "save_model", fail)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+    told = (QtoolError, "No space left on device") if free == 1000 else (RuntimeError, "iostream")
+    with pytest.raises(told[0], match=told[1]):
+        compile_engine(tiny, "openvino", tmp_path / "engine")
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_engine_that_exists_is_not_overwritten(tiny: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qtool.core.files import new_folder, refuse_existing, sha256, write_text
+from qtool.core.files import new_folder, refuse_existing, resumable, sha256, write_text
 from qtool.errors import QtoolError, UsageError
 
 
@@ -49,6 +49,22 @@ def test_a_full_disk_names_the_output_and_leaves_nothing(tmp_path: Path, error: 
 
     with pytest.raises(QtoolError, match=r"out: could not be written \(No space left on device\)"):
         fill()
+    assert not list(tmp_path.iterdir())
+
+
+def test_work_that_can_go_on_says_so_where_the_disk_is_full(tmp_path: Path) -> None:
+    def fill(error: Exception) -> None:
+        with resumable(tmp_path):
+            raise error
+
+    full = RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+    with pytest.raises(
+        QtoolError, match=r"No space left on device\)\. Make room, then give the same command"
+    ):
+        fill(full)
+    for other in (RuntimeError("something else"), UsageError("told")):
+        with pytest.raises(type(other), match=str(other)):
+            fill(other)
     assert not list(tmp_path.iterdir())
 
 

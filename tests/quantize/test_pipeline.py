@@ -258,6 +258,24 @@ def test_a_killed_run_resumes_and_ends_with_the_same_bytes(tiny: Path, text: Pat
     assert contents(killed) == contents(tmp_path / "straight")
 
 
+@pytest.mark.parametrize("damage", ["one bit", "cut short", "no seal"])
+def test_a_finished_layer_that_is_damaged_is_quantized_again_with_all_behind_it(
+    tiny: Path, text: Path, tmp_path: Path, damage: str
+) -> None:
+    recipe = recipe_of(text, "gptq")
+    arguments = [sys.executable, "-c", KILLED, str(tiny), recipe.model_dump_json(), str(tmp_path / "out")]
+    assert subprocess.run(arguments, check=False).returncode == -signal.SIGKILL
+    first = tmp_path / "out.partial" / "layer-00000.safetensors"
+    whole = first.read_bytes()
+    if damage == "no seal":
+        first.with_suffix(".sha256").unlink()
+    else:
+        first.write_bytes(whole[:-1] + (bytes([whole[-1] ^ 1]) if damage == "one bit" else b""))
+    quantize_checkpoint(tiny, recipe, tmp_path / "out")
+    quantize_checkpoint(tiny, recipe, tmp_path / "straight")
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
 @torch.no_grad()
 def test_a_corrected_layer_comes_closer_to_the_full_precision_model(
     tiny: Path, text: Path, tmp_path: Path

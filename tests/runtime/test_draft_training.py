@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from qtool.compile.heads.config import HeadKind
 from qtool.compile.heads.head import read_head
-from qtool.errors import UsageError
+from qtool.errors import QtoolError, UsageError
 from qtool.runtime.engines import open_engine
 from qtool.runtime.request import SamplingParams
 from qtool.runtime.speculation.heads import open_heads
@@ -140,8 +140,29 @@ def test_the_mean_length_counts_the_targets_own_token() -> None:
 
 def test_too_little_text_is_said(tiny: Path, tmp_path: Path, course: Callable[..., Course]) -> None:
     (tmp_path / "short.txt").write_text("too short")
-    with pytest.raises(UsageError, match=r"the data has .* tokens of text and no short chat; wanted 48"):
+    with pytest.raises(UsageError, match=r"makes no sequence of 48 tokens: it has \d+ tokens of text; give"):
         run(tiny, replace(course("eagle"), data=str(tmp_path / "short.txt")), tmp_path / "heads")
+    chat = {"messages": [{"role": "user", "content": "a question of many words " * 20}]}
+    (tmp_path / "long.jsonl").write_text(json.dumps(chat) + "\n")
+    with pytest.raises(UsageError, match=r"of 1 chats the shortest takes \d+; .* or a --seq-len of \d+ or"):
+        run(tiny, replace(course("eagle"), data=str(tmp_path / "long.jsonl")), tmp_path / "heads")
+    assert not (tmp_path / "heads.partial").exists()
+
+
+def test_training_that_diverges_ends_and_writes_no_heads(
+    tiny: Path, tmp_path: Path, course: Callable[..., Course]
+) -> None:
+    chosen = course("medusa", 2)
+    wild = replace(chosen, training=replace(chosen.training, learning_rate=1e30))
+    with pytest.raises(QtoolError, match=r"diverged: at step \d+ .* --learning-rate below 1e\+30"):
+        run(tiny, wild, tmp_path / "heads")
+    assert not (tmp_path / "heads").exists()
+
+
+@pytest.mark.parametrize("epochs", [0.0, float("nan"), float("inf"), 1e300])
+def test_a_number_of_epochs_that_never_ends_is_refused(epochs: float) -> None:
+    with pytest.raises(UsageError, match=r"epochs: is .*; wanted more than 0"):
+        TrainOptions(epochs)
 
 
 def test_eagle_learns_its_output_matrix_and_no_embeddings_and_medusa_neither(

@@ -175,6 +175,11 @@ def test_a_schema_that_cannot_be_enforced_is_refused(
     assert "\n" not in str(caught.value)
 
 
+def test_a_schema_that_no_text_meets_is_refused(compiler: GrammarCompiler) -> None:
+    with pytest.raises(ParameterError, match=r"response_format: .*no text meets it"):
+        compiler.compile(grammar.json_schema("response_format", {"$ref": "#"}))
+
+
 def test_other_grammars_that_are_invalid_are_refused(compiler: GrammarCompiler) -> None:
     def check(make: Grammar) -> None:
         compiler.compile(make)

@@ -50,14 +50,18 @@ def read_seeds(tokenizer: Tokenizer, records: Sequence[Record], options: CorpusO
     for index, window in enumerate(window for window in windows if len(window) == options.seq_len):
         own = int((index + 1) * options.own_share) > int(index * options.own_share)
         seeds.append(Seed(tuple(window[: options.seq_len // _PROMPT_SHARE] if own else window), own))
-    for chat in (record for record in records if not isinstance(record, str)):
-        questions = chat[:-1] if chat[-1]["role"] == "assistant" else chat
-        tokens = tokenizer.encode_chat(questions)
-        if len(tokens) <= options.seq_len // 2:
-            seeds.append(Seed(tuple(tokens), own=True))
+    chats = [record for record in records if not isinstance(record, str)]
+    asked = [chat[:-1] if chat[-1]["role"] == "assistant" else chat for chat in chats]
+    prompts = [tokenizer.encode_chat(questions) for questions in asked]
+    most = options.seq_len // 2
+    seeds += [Seed(tuple(prompt), own=True) for prompt in prompts if len(prompt) <= most]
     if not seeds:
+        shortest = min(map(len, prompts), default=0)
         raise UsageError(
-            f"the data has {len(ids)} tokens of text and no short chat; wanted {options.seq_len} at least"
+            f"the data makes no sequence of {options.seq_len} tokens: it has {len(ids)} tokens of text"
+            + (f", and of {len(prompts)} chats the shortest takes {shortest}" if prompts else "")
+            + f"; give more text, or chats of {most} tokens at most"
+            + (f", or a --seq-len of {2 * shortest} or more" if prompts else "")
         )
     return _spread(seeds, options.max_sequences)
 

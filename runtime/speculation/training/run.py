@@ -14,7 +14,7 @@ from qtool.compile.heads.target import weight_digests
 from qtool.compile.hidden import FINAL, HiddenStates
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
-from qtool.core.files import new_folder, refuse_existing, write_text
+from qtool.core.files import new_folder, refuse_existing, resumable, write_text
 from qtool.core.manifest import versions
 from qtool.core.records import read_json
 from qtool.errors import UsageError
@@ -70,40 +70,41 @@ def train_head(
     given = _hidden_states(engine, config, course.head)
     weights, tokenizer = CheckpointWeights(config, source), Tokenizer.load(checkpoint)
     records = load_records(course.data)
+    seeds = read_seeds(tokenizer, records, course.corpus)
     work = output.absolute().with_name(f"{output.name}.partial")
     work.mkdir(parents=True, exist_ok=True)
-    _check_state(work, {**asdict(course), "text": digest(records), "model": str(checkpoint.resolve())})
-    seeds = read_seeds(tokenizer, records, course.corpus)
-    num_shards = -(-len(seeds) // 32)
-    done = iter(range(1, num_shards + 1))
-    shards = collect(
-        engine,
-        seeds,
-        course.corpus,
-        tokenizer.eos_token_ids,
-        work / "features",
-        lambda: told("collecting", next(done), num_shards, ""),
-    )
-    sequences = (example.tokens.tolist() for shard in shards for example in read_shard(shard))
-    count = min(course.head.draft_vocab_size, config.vocab_size)
-    tokens = frequent_tokens(sequences, count, config.vocab_size)
-    head = new_head(course.head, config, weights, tokens)
-    batches = Batches(shards, given, head.config.hidden_layers, course.training.batch_size)
-    if course.head.kind == "eagle":
-        told("fitting", 0, 1, "")
-        prefix = tokenizer.encode(_PREFIX, add_special_tokens=False)
-        alone = hidden_alone(engine, prefix, work / "alone.safetensors")
-        head = fit_start(head, alone, lambda: batches.load(batches.epoch(0)))
-        told("fitting", 1, 1, "")
-    trained, report = train(
-        head,
-        target_output(config, weights),
-        batches,
-        course.training,
-        work,
-        lambda step, total, loss: told("training", step, total, f"loss {loss:.3f}"),
-        torch.device(device),
-    )
+    with resumable(work):
+        _check_state(work, {**asdict(course), "text": digest(records), "model": str(checkpoint.resolve())})
+        num_shards = -(-len(seeds) // 32)
+        done = iter(range(1, num_shards + 1))
+        shards = collect(
+            engine,
+            seeds,
+            course.corpus,
+            tokenizer.eos_token_ids,
+            work / "features",
+            lambda: told("collecting", next(done), num_shards, ""),
+        )
+        sequences = (example.tokens.tolist() for shard in shards for example in read_shard(shard))
+        count = min(course.head.draft_vocab_size, config.vocab_size)
+        tokens = frequent_tokens(sequences, count, config.vocab_size)
+        head = new_head(course.head, config, weights, tokens)
+        batches = Batches(shards, given, head.config.hidden_layers, course.training.batch_size)
+        if course.head.kind == "eagle":
+            told("fitting", 0, 1, "")
+            prefix = tokenizer.encode(_PREFIX, add_special_tokens=False)
+            alone = hidden_alone(engine, prefix, work / "alone.safetensors")
+            head = fit_start(head, alone, lambda: batches.load(batches.epoch(0)))
+            told("fitting", 1, 1, "")
+        trained, report = train(
+            head,
+            target_output(config, weights),
+            batches,
+            course.training,
+            work,
+            lambda step, total, loss: told("training", step, total, f"loss {loss:.3f}"),
+            torch.device(device),
+        )
     trained = replace(trained, config=trained.config.model_copy(update={"target": weight_digests(source)}))
     with new_folder(output) as folder:
         trained.save(folder)

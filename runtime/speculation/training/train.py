@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qtool.compile.heads.config import HeadKind
 from qtool.compile.heads.head import Head
+from qtool.errors import QtoolError, UsageError
 from qtool.runtime.speculation.training.batches import Batches
 from qtool.runtime.speculation.training.network import Batch, Network, acceptance
 
@@ -26,6 +27,7 @@ _FITTED_SHARE = 0.3
 `fc` the best linear fit."""
 _KEPT = 0.97
 """Of the mean loss, at each step."""
+_MOST_EPOCHS = 10_000
 _CLIP = 0.5
 """Of the gradient's norm, as EAGLE's own training."""
 
@@ -43,6 +45,10 @@ class TrainOptions:
     """The highest; None is what suits the kind."""
     save_every: int = 50
     """Steps."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epochs <= _MOST_EPOCHS:
+            raise UsageError(f"epochs: is {self.epochs:g}; wanted more than 0 and at most {_MOST_EPOCHS}")
 
 
 class TrainReport(BaseModel):
@@ -106,6 +112,8 @@ def train(
         torch.nn.utils.clip_grad_norm_(network.parameters(), _CLIP)
         optimizer.step()
         step += 1
+        if not math.isfinite(value.item()):
+            raise _diverged(step, folder, rates)
         loss = _KEPT * loss + (1 - _KEPT) * value.item()
         told(step, total, _mean(loss, step))
         if step % options.save_every == 0:
@@ -116,7 +124,17 @@ def train(
         start_acceptance=before,
         acceptance=tuple(acceptance(network, held_out, options.depth)),
     )
-    return network.head(), report
+    trained = network.head()
+    if not all(bool(tensor.isfinite().all()) for tensor in trained.tensors.values()):
+        raise _diverged(step, folder, rates)
+    return trained, report
+
+
+def _diverged(step: int, folder: Path, rates: Sequence[float]) -> QtoolError:
+    return QtoolError(
+        f"training diverged: at step {step} the loss or a weight is NaN, infinite or beyond float16. Remove "
+        f"{folder} and start anew with a --learning-rate below {max(rates):g}"
+    )
 
 
 def _multiplies_bfloat16(device: torch.device) -> bool:
