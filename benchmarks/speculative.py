@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("engine", type=Path)
     parser.add_argument("--speculative", nargs="+", default=["ngram", "auto"])
     parser.add_argument("--speculative-tokens", default="auto")
+    parser.add_argument("--speculative-tree", type=int, default=1)
     parser.add_argument("--texts", nargs="+", default=["edit", "open", "random"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 32])
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -65,10 +66,7 @@ def main() -> None:
     args = parser.parse_args()
     engine = open_engine(args.engine, kv_cache_tokens=32_768, threads=args.threads)
     tokenizer = Tokenizer.load(args.engine)
-    speculators = {
-        name: _speculator(name, args.speculative_tokens, engine, tokenizer, args.engine, args.threads)
-        for name in args.speculative
-    }
+    speculators = {name: _speculator(name, args, engine, tokenizer) for name in args.speculative}
     if args.check_greedy:
         for name, speculator in speculators.items():
             _check(engine, tokenizer, name, speculator, args.check_greedy, args.max_tokens)
@@ -88,12 +86,16 @@ def main() -> None:
                 print(json.dumps({"text": text, "batch": batch, "speculative": name, **found}), flush=True)
 
 
-def _speculator(
-    name: str, tokens: str, engine: Engine, tokenizer: Tokenizer, path: Path, threads: int | None
-) -> Speculator:
+def _speculator(name: str, args: argparse.Namespace, engine: Engine, tokenizer: Tokenizer) -> Speculator:
     kind, where = parse_kind(name)
-    config = SpeculationConfig(kind, where, num_tokens=parse_tokens(tokens), threads=threads)
-    speculator = make_speculator(config, SchedulerConfig(), engine, tokenizer, path)
+    config = SpeculationConfig(
+        kind,
+        where,
+        num_tokens=parse_tokens(args.speculative_tokens),
+        tree_width=args.speculative_tree,
+        threads=args.threads,
+    )
+    speculator = make_speculator(config, SchedulerConfig(), engine, tokenizer, args.engine)
     assert speculator is not None, "off is what the others are compared with"
     return speculator
 

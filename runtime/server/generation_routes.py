@@ -30,7 +30,8 @@ def generation_routes(service: Service) -> APIRouter:
     @router.post("/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         service.refuse_other(body.model)
-        service.refuse_crowd("prompt", len(body.prompt) * body.n)
+        param = "n" if body.n > len(body.prompt) else "prompt"
+        service.refuse_crowd(param, len(body.prompt) * body.n)
         generation = await asyncio.to_thread(completion_generation, service, body)
         writer = completion_writer(service, body, generation)
         return await respond(service, request, generation, writer, stream=body.stream)
