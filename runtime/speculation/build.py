@@ -1,9 +1,11 @@
 """From the words of an option to a speculator."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from qtool.compile.engine import ENGINE, read_spec
 from qtool.compile.heads.config import HEAD_CONFIG
 from qtool.errors import UsageError
 from qtool.runtime.engines import open_engine
@@ -16,6 +18,8 @@ from qtool.runtime.speculation.ngram import NgramDrafter
 from qtool.runtime.speculation.speculator import Speculator
 from qtool.runtime.sweep import measure_change_ms, measure_verify_times
 from qtool.runtime.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 DRAFT_FOLDER = "draft"
 """In an engine's folder: the draft model or the heads that were compiled with it."""
@@ -165,7 +169,7 @@ def _open(
         from qtool.runtime.speculation.heads import open_heads, warn_of_another
 
         warn_of_another(path, model)
-        return open_heads(
+        drafter = open_heads(
             path,
             engine,
             width=config.tree_width,
@@ -173,6 +177,14 @@ def _open(
             device=config.device,
             threads=config.threads,
         )
+        if drafter.name != "medusa" and _is_openvino(model) and not _is_openvino(path):
+            _log.warning(
+                "%s: is not compiled and runs in torch, several times slower than it could: qtool compile "
+                "MODEL --target openvino --draft %s",
+                path,
+                path,
+            )
+        return drafter
     if (path / HEAD_CONFIG).is_file():
         raise UsageError(f"{path}: holds draft heads, no model; say heads={path}")
     refuse_other_vocabulary(tokenizer, Tokenizer.load(path), engine.vocab_size)
@@ -180,3 +192,7 @@ def _open(
     draft = open_engine(path, kv_cache_tokens=kv_cache_tokens, threads=config.threads, device=config.device)
     times = StepTimes(measure_verify_times(draft, _MOST_ROWS), measure_change_ms(draft))
     return DraftModel(draft, times, engine.vocab_size)
+
+
+def _is_openvino(folder: Path) -> bool:
+    return (folder / ENGINE).is_file() and read_spec(folder).target == "openvino"

@@ -91,10 +91,11 @@ class EagleDrafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Take in the features that wait, then draft depth by depth, for all requests together."""
-        if any(self._lags(request) for request in requests):
-            return self._propose(requests)
-        with self._pace.measuring(max(request.num_tokens for request in requests)):
-            return self._propose(requests)
+        ready = [place for place, request in enumerate(requests) if self._is_ready(request)]
+        if not ready or any(self._lags(requests[place]) for place in ready):
+            return self._propose(requests, ready)
+        with self._pace.measuring(max(requests[place].num_tokens for place in ready)):
+            return self._propose(requests, ready)
 
     def _lags(self, request: DraftRequest) -> bool:
         """Whether more waits than a step with a draft leaves: a text's first draft, or a try after a while,
@@ -102,9 +103,9 @@ class EagleDrafter:
         lane = self._lanes.get(request.sequence.id)
         return lane is not None and sum(map(len, lane.pending)) > self.max_tokens + 1
 
-    def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+    def _propose(self, requests: Sequence[DraftRequest], ready: Sequence[int]) -> list[Draft]:
+        """Drafts for the requests at the places `ready`, and empty ones for the others."""
         drafts: list[Draft] = [EMPTY] * len(requests)
-        ready = [place for place, request in enumerate(requests) if self._is_ready(request)]
         if not ready:
             return drafts
         chosen = [requests[place] for place in ready]

@@ -57,6 +57,8 @@ class Speculator:
         """Whether the step that runs was looked at for drafts."""
         self._num_rested = 0
         """Steps since one was looked at."""
+        self._looks_again = False
+        """Whether the next step is looked at in any case: heads draft from what the step before gave."""
         self._had_room = False
         """Whether any of its sequences might have had a draft."""
         self._drafting_ms = self._asked_ms = self._learning_ms = 0.0
@@ -85,12 +87,13 @@ class Speculator:
                 drafter.copy_blocks(plan.copies)
         self._owners = {}
         self._asked_ms, self._is_probe = 0.0, False
-        self._looks = self._num_tokens is not None or self._worth.allows_look
+        self._looks = self._num_tokens is not None or self._worth.allows_look or self._looks_again
+        self._looks_again = self._wants_hidden and self._looks and self._num_rested > 0
         if not self._looks:
             return 0.0
         rooms = scheduler.room_for_drafts(plan)
         self._had_room = bool(rooms)
-        if rooms:
+        if rooms and not self._looks_again:  # heads have nothing to go on from yet
             self._draft(scheduler, plan, rooms)
         seconds = self._clock() - start
         self._drafting_ms = 1000 * seconds
@@ -211,7 +214,8 @@ class Speculator:
             drafted_ms = self.times.step_ms(load.tokens, load.context) + self.times.extra_ms
             gained = self._num_accepted / max(self._num_decoding, 1)
             saved_ms = (1 + gained) * plain_ms - drafted_ms - self._asked_ms
-        self._worth.looked(looking_ms - self._asked_ms, saved_ms)
+        # Whether drafts pay is for the picker to decide; here it is whether looking does.
+        self._worth.looked(looking_ms - self._asked_ms, max(saved_ms, 0.0))
 
     def forget(self, sequence: SequenceState) -> None:
         """The sequence is gone."""

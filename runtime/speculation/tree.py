@@ -66,10 +66,15 @@ class Tree:
     @property
     def grows(self) -> bool:
         """Whether another depth is wanted."""
-        if not self._frontier or self._nodes[self._frontier[0]].logprob < self._least_growing:
+        if not self._frontier:
             return False
-        most = self._request.num_tokens if self._width == 1 else min(self._request.num_tokens, _MOST_DEPTH)
-        return self._nodes[self._frontier[0]].depth < most
+        best, count = self._nodes[self._frontier[0]], self._request.num_tokens
+        if self._width > 1 and len(self._nodes) >= count:
+            kept = sorted((node.logprob for node in self._nodes), reverse=True)[count - 1]
+            if best.logprob < max(kept, _LEAST_GROWING):  # what follows is no likelier, and none is missing
+                return False
+        most = count if self._width == 1 else min(count, _MOST_DEPTH)
+        return best.logprob >= self._least_growing and best.depth < most
 
     def begin(self, logits: Floats, feature: Floats) -> None:
         """The first depth, from what the layer gave of the sequence's last token."""

@@ -293,6 +293,35 @@ def test_each_token_of_a_tree_sees_its_ancestors_and_itself(monkeypatch: pytest.
         assert set(np.flatnonzero(mask[place]).tolist()) == ancestors | {place}
 
 
+def test_a_tree_stops_growing_where_nothing_more_of_it_would_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "_LEAST_GROWING", -np.inf)
+    sequence = SequenceState(0, [1, 2], SamplingParams(temperature=0))
+
+    def grown(seed: int, count: int, *, stops: bool) -> tuple[Draft, int]:
+        def logits(path: Sequence[int]) -> Floats:
+            return np.random.default_rng([seed, *path]).normal(0, 2, 9).astype(np.float32)
+
+        feature, runs = np.zeros(2, np.float32), 1
+        one = tree.Tree(
+            DraftRequest(sequence, count), Chooser(np.arange(9, dtype=np.int32), 9), 3, whole=True
+        )
+        one.begin(logits([]), feature)
+        while one.grows if stops else runs < 6:
+            rows = [logits(one._path(place)) for place in one._frontier]
+            one.grow(np.stack(rows), np.stack([feature] * len(rows)))
+            runs += 1
+        return one.draft(), runs
+
+    runs = []
+    for seed in range(30):
+        for count in (2, 5):
+            drafts = [grown(seed, count, stops=stops) for stops in (False, True)]
+            assert drafts[0][0].tokens == drafts[1][0].tokens
+            assert drafts[0][0].parents == drafts[1][0].parents
+            runs.append(drafts[1][1])
+    assert np.mean(runs) < 4
+
+
 @pytest.mark.parametrize("folder", KINDS, indirect=True)
 def test_damaged_heads_are_refused_by_their_file_in_serving_and_compiling(
     folder: Path, tiny: Path, tmp_path: Path

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qtool.runtime.engines.contract import Floats, Step
+from qtool.runtime.engines.contract import Floats, Step, StepResult
+from qtool.runtime.loop import EngineLoop
 from qtool.runtime.request import RequestOptions, SamplingParams, SequenceState
 from qtool.runtime.scheduler import SchedulerConfig
-from qtool.runtime.speculation.contract import Draft, DraftRequest
+from qtool.runtime.speculation.contract import EMPTY, Draft, DraftRequest, Seen
 from qtool.runtime.speculation.decide import CAUTIOUS, HOPEFUL, Acceptance, StepTimes, allot
 from qtool.runtime.speculation.records import Records
 from qtool.runtime.speculation.speculator import Speculator
@@ -222,6 +223,47 @@ def test_looking_in_vain_beside_fast_steps_stops() -> None:
     assert [output.token for output in found[0]] == greedy(engine, [5, 6, 7], 450)
     assert 20 < drafter.num_looks < 100
     assert sum(len(step.speculation.lengths) for step in steps if step.speculation is not None) == 449
+
+
+class Seeing(TickingEngine):
+    """Gives hidden states too."""
+
+    def run_with_hidden(self, step: Step) -> StepResult:
+        return StepResult(self.run(step), np.zeros((len(step.token_ids), 1), np.float32))
+
+
+class Blind(ScriptedDrafter):
+    """Drafts from the hidden states of the step before alone, and is right from the 200th token on."""
+
+    wants_hidden = True
+
+    def __init__(self, engine: TickingEngine) -> None:
+        def guess(generator: np.random.Generator, request: DraftRequest) -> Draft:
+            tokens = list(request.sequence.tokens)
+            if self._seen != len(tokens):
+                return EMPTY
+            answer = greedy(engine, tokens, request.num_tokens)
+            return Draft(answer if len(tokens) > 200 else [(token + 1) % 320 for token in answer])
+
+        super().__init__(guess, ms=1.0)
+        self._engine, self._seen = engine, 0
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        self._engine.now += 0.0002
+        for one in seen:
+            self._seen = 0 if one.hidden is None else one.sequence.num_computed + 1
+        super().observe(seen)
+
+
+def test_heads_are_tried_again_where_most_steps_go_without_a_look() -> None:
+    engine = Seeing(num_blocks=200, max_context=1000)
+    flat = Steady([(StepLoad(1, 0, 1), 20.0), (StepLoad(32, 0, 1), 20.5)])
+    using = Speculator([Blind(engine)], flat, 320, clock=engine.clock)
+    loop = EngineLoop(engine, SchedulerConfig(4, 64), lambda _: None, speculator=using, clock=engine.clock)
+    loop.submit([[5, 6, 7]], SamplingParams(max_tokens=700, temperature=0))
+    while loop.receive(wait=False):
+        loop.step()
+    assert engine.num_steps < 500
 
 
 def test_looks_are_paid_from_what_drafts_save_and_a_small_share_of_the_time() -> None:
