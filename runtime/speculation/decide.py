@@ -23,7 +23,10 @@ _COMMON_RATE = 0.02
 _KEPT = 0.995
 """Of what drafts add outside of the engine, at each step without."""
 CHANGE_SHARE = 0.5
-"""Of what a change of rows costs, what is charged to the step that makes it: the next ones may keep to it."""
+"""Of what a change of rows costs, what is charged to the step that makes it, as long as little is known of
+whether the next ones keep to it."""
+_CHANGE_RATE, _CHANGE_FORGOTTEN = 0.05, 0.005
+"""How fast that is learned from steps with drafts, and forgotten in those without."""
 
 
 class Acceptance:
@@ -94,6 +97,7 @@ class StepTimes:
         """`sweep` holds loads and milliseconds; of some numbers of rows, loads with more context too. A step
         takes `change_ms` more than those, when its number of rows is not that of the step before."""
         self.change_ms = change_ms
+        self._change_share = CHANGE_SHARE
         self._last_rows: int | None = None
         least: dict[int, tuple[float, int]] = {}
         for load, ms in sorted(sweep, key=lambda one: one[0].context):
@@ -105,7 +109,8 @@ class StepTimes:
         self.outside_ms = 0.0
         """Of a step without drafts, outside of the engine: scheduling, sampling, committing."""
         self.extra_ms = 0.0
-        """What drafts add to that."""
+        """What steps with drafts take beyond that and what is known of their rows: for masks, for slots that
+        are moved, for drafts that are taken back."""
         slopes = [
             (ms - least[load.tokens][0]) / (load.context - least[load.tokens][1])
             for load, ms in sweep
@@ -130,7 +135,7 @@ class StepTimes:
         """What is charged to steps [...] for another number of rows than the last one had."""
         if self._last_rows is None:
             return np.zeros_like(rows)
-        return np.where(np.rint(rows) == self._last_rows, 0.0, CHANGE_SHARE * self.change_ms)
+        return np.where(np.rint(rows) == self._last_rows, 0.0, self._change_share * self.change_ms)
 
     @property
     def prefers_alike(self) -> bool:
@@ -138,10 +143,18 @@ class StepTimes:
         few, more = self.predict_ms(np.array([2.0, 4.0]), np.zeros(2)).tolist()
         return bool(more - few < self.change_ms)
 
-    def note_rows(self, rows: int) -> float:
-        """Take in the rows of a step that was run; what it took more for their change."""
+    def note_rows(self, rows: int, drafted: bool) -> float:
+        """Take in the rows of a step that was run, with drafts or not; what it took more for their change.
+
+        A lone sequence keeps to a number of drafts, which pays a change once. In a batch nearly every step
+        with drafts has another number of rows.
+        """
         changed = self._last_rows is not None and rows != self._last_rows
         self._last_rows = rows
+        if drafted:
+            self._change_share += _CHANGE_RATE * (changed - self._change_share)
+        else:
+            self._change_share += _CHANGE_FORGOTTEN * (CHANGE_SHARE - self._change_share)
         return self.change_ms if changed else 0.0
 
     def _between(self, rows: float) -> tuple[int, float]:
@@ -152,16 +165,19 @@ class StepTimes:
         width = self._rows[above] - self._rows[above - 1]
         return above - 1, max((rows - self._rows[above - 1]) / width, 0.0)
 
-    def note_outside(self, ms: float, drafted: bool) -> None:
-        """Take in what a step took outside of the engine and of drafting, with drafts or without. What drafts
-        add is slowly forgotten while there are none, so that they are tried again."""
-        usual = self.outside_ms + (self.extra_ms if drafted else 0.0)
+    def note_outside(self, ms: float) -> None:
+        """Take in what a step without drafts took outside of the engine. What drafts add is slowly forgotten
+        while there are none, so that they are tried again."""
+        usual = self.outside_ms
         more = min(ms, 2 * usual) - usual if usual else ms  # what was held up is not usual
-        if drafted:
-            self.extra_ms = max(self.extra_ms + _OWN_RATE * more, 0.0)
-        else:
-            self.extra_ms *= _KEPT
-            self.outside_ms += _OWN_RATE * more if usual else ms
+        self.extra_ms *= _KEPT
+        self.outside_ms += _OWN_RATE * more if usual else ms
+
+    def note_extra(self, load: StepLoad, ms: float) -> None:
+        """Take in what a step with drafts took, in the engine and outside, but for drafting."""
+        expected = self.step_ms(load.tokens, load.context)
+        more = min(ms - expected, expected) - self.extra_ms  # what was held up is not usual
+        self.extra_ms = max(self.extra_ms + _OWN_RATE * more, 0.0)
 
     def update(self, load: StepLoad, ms: float) -> None:
         """Take in what a step took in the engine: mostly where it lies on the curve, a little everywhere."""

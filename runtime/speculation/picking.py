@@ -210,12 +210,13 @@ class Picker:
         assert self._times is not None
         tokens = min(_PROBED_TOKENS, step.limits[-1], drafter.max_tokens)
         before = self._times.step_ms(step.load.tokens, step.load.context)
-        after = self._times.step_ms(step.load.tokens + tokens, step.load.context)
-        cost = drafter.expected_ms([DraftRequest(step.sequences[-1], tokens)]) + after - before
+        after = self._times.step_ms(step.load.tokens + tokens, step.load.context) + self._times.extra_ms
+        verifying = after - before + 2 * self._times.change_ms  # to other rows and back
+        cost = drafter.expected_ms([DraftRequest(step.sequences[-1], tokens)]) + verifying
         now = self._clock()
         if max(cost, self._probe_ms) > _PROBING * 1000 * (now - self._last_probe):
             return pick
-        self._last_probe, self._probe_ms = now, after - before
+        self._last_probe, self._probe_ms = now, verifying
         probed = [*pick.options[:-1], Option(drafter, None, [1.0] * tokens)]
         counts = [*pick.counts[:-1], tokens]
         allotment = Allotment(counts, pick.allotment.tokens_per_ms)

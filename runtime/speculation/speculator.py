@@ -198,14 +198,17 @@ class Speculator:
             return
         looking_ms = self._drafting_ms + self._learning_ms if self._looks else 0.0
         ms, engine_ms = 1000 * seconds, 1000 * engine_seconds
-        change_ms = self.times.note_rows(load.tokens)
+        rows = self._num_rows if self._looks else 0
+        change_ms = self.times.note_rows(load.tokens, rows > 0)
         self._worth.pass_time(ms)
         self._num_rested = 0 if self._looks else self._num_rested + 1
         if self._num_rested % _TIMED_EVERY:
             return
-        rows = self._num_rows if self._looks else 0
+        if rows:
+            self.times.note_extra(load, ms - looking_ms - change_ms)
+        else:
+            self.times.note_outside(max(ms - engine_ms - looking_ms, 0.0))
         self.times.update(load, engine_ms - change_ms)
-        self.times.note_outside(max(ms - engine_ms - looking_ms, 0.0), rows > 0)
         if not self._looks or not self._had_room or self._is_probe:
             return
         saved_ms = 0.0
@@ -214,8 +217,7 @@ class Speculator:
             drafted_ms = self.times.step_ms(load.tokens, load.context) + self.times.extra_ms
             gained = self._num_accepted / max(self._num_decoding, 1)
             saved_ms = (1 + gained) * plain_ms - drafted_ms - self._asked_ms
-        # Whether drafts pay is for the picker to decide; here it is whether looking does.
-        self._worth.looked(looking_ms - self._asked_ms, max(saved_ms, 0.0))
+        self._worth.looked(looking_ms - self._asked_ms, saved_ms)
 
     def forget(self, sequence: SequenceState) -> None:
         """The sequence is gone."""

@@ -121,11 +121,24 @@ def test_a_number_of_rows_is_kept_where_a_change_costs_more_than_it_brings() -> 
     times = StepTimes([(StepLoad(rows, 0, 1), 10.0 + rows / 10) for rows in range(1, 5)], change_ms=8.0)
     step, rates = StepLoad(1, 0, 1), [[0.9, 0.05, 0.04]]
     assert allot(times, step, rates, [0], 3).counts == [3]  # no step was before
-    assert times.note_rows(3) == 0
+    assert times.note_rows(3, drafted=True) == 0
     assert allot(times, step, rates, [0], 3).counts == [2]
-    assert times.note_rows(1) == 8
+    assert times.note_rows(1, drafted=False) == 8
     assert allot(times, step, [[0.3]], [0], 3).counts == [0]
     assert allot(times, step, [[0.8, 0.6, 0.5]], [0], 3).counts == [3]
+
+
+def test_a_change_of_rows_is_charged_in_full_where_steps_with_drafts_keep_changing() -> None:
+    def charged(rows: Sequence[int], drafted: bool) -> float:
+        for count in rows:
+            times.note_rows(count, drafted)
+        return float(times.changing_ms(np.array(99.0)))
+
+    times = StepTimes([(StepLoad(1, 0, 1), 10.0)], change_ms=8.0)
+    assert charged([16], drafted=False) == pytest.approx(4.0)
+    assert charged([17, 20] * 50, drafted=True) > 7.5
+    assert charged([16] * 2000, drafted=False) == pytest.approx(4.0, abs=0.1)
+    assert charged([4] * 100, drafted=True) < 0.5
 
 
 def test_a_disturbed_measurement_does_not_make_all_larger_steps_look_dear() -> None:
@@ -283,11 +296,11 @@ def test_what_drafts_add_around_the_engine_counts_and_is_forgotten() -> None:
     times = curve((1, 0.2), (8, 0.21))
     assert sum(allot(times, batch(1), [[0.5]], [0], 8).counts) == 1
     for _ in range(60):
-        times.note_outside(0.05, drafted=False)
-        times.note_outside(0.25, drafted=True)
+        times.note_outside(0.05)
+        times.note_extra(StepLoad(1, 0, 1), 0.45)
     assert times.step_ms(1, 0) == pytest.approx(0.25, rel=0.05)
     assert times.extra_ms > 0.15
     assert sum(allot(times, batch(1), [[0.5]], [0], 8).counts) == 0
     for _ in range(1000):
-        times.note_outside(0.05, drafted=False)
+        times.note_outside(0.05)
     assert sum(allot(times, batch(1), [[0.5]], [0], 8).counts) == 1
