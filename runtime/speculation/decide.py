@@ -16,8 +16,9 @@ CAUTIOUS, HOPEFUL = 0.25, 0.6
 others, which have to be tried to be known."""
 GUESS_WEIGHT = 2.0
 """Of what is expected without trying, in drafts."""
-MARGIN = 1.03
-"""What speculation has to promise, over none, to be used: estimates are noisy."""
+_MARGIN, _BATCH_MARGIN = 1.03, 1.1
+"""What speculation has to promise, over none, to be used: estimates are noisy, and of a batch more so, whose
+steps with drafts have rows of all numbers, few of which were seen lately."""
 _OWN_RATE = 0.1
 _COMMON_RATE = 0.02
 _KEPT = 0.995
@@ -27,6 +28,11 @@ CHANGE_SHARE = 0.5
 whether the next ones keep to it."""
 _CHANGE_RATE, _CHANGE_FORGOTTEN = 0.05, 0.005
 """How fast that is learned from steps with drafts, and forgotten in those without."""
+
+
+def margin(load: StepLoad) -> float:
+    """What drafts for a step have to promise, in tokens a second over none."""
+    return _MARGIN if load.sequences == 1 else _BATCH_MARGIN
 
 
 class Acceptance:
@@ -97,7 +103,7 @@ class StepTimes:
         """`sweep` holds loads and milliseconds; of some numbers of rows, loads with more context too. A step
         takes `change_ms` more than those, when its number of rows is not that of the step before."""
         self.change_ms = change_ms
-        self._change_share = CHANGE_SHARE
+        self._change_share, self._last_drafted = CHANGE_SHARE, False
         self._last_rows: int | None = None
         least: dict[int, tuple[float, int]] = {}
         for load, ms in sorted(sweep, key=lambda one: one[0].context):
@@ -143,19 +149,22 @@ class StepTimes:
         few, more = self.predict_ms(np.array([2.0, 4.0]), np.zeros(2)).tolist()
         return bool(more - few < self.change_ms)
 
-    def note_rows(self, rows: int, drafted: bool) -> float:
-        """Take in the rows of a step that was run, with drafts or not; what it took more for their change.
+    def note_rows(self, rows: int, drafted: bool) -> bool:
+        """Take in the rows of a step that was run, with drafts or not; whether the last one had others.
 
-        A lone sequence keeps to a number of drafts, which pays a change once. In a batch nearly every step
-        with drafts has another number of rows.
+        A lone sequence keeps to a number of drafts, which pays a change once. In a batch a step with drafts
+        has rows of its own, and the one behind it is back at the old number: two changes.
         """
         changed = self._last_rows is not None and rows != self._last_rows
         self._last_rows = rows
         if drafted:
             self._change_share += _CHANGE_RATE * (changed - self._change_share)
+        elif self._last_drafted:
+            self._change_share += _CHANGE_RATE * changed
         else:
             self._change_share += _CHANGE_FORGOTTEN * (CHANGE_SHARE - self._change_share)
-        return self.change_ms if changed else 0.0
+        self._last_drafted = drafted
+        return changed
 
     def _between(self, rows: float) -> tuple[int, float]:
         """The point below, and how far it is to the next, in its distance: above 1 beyond the last."""
@@ -180,7 +189,8 @@ class StepTimes:
         self.extra_ms = max(self.extra_ms + _OWN_RATE * more, 0.0)
 
     def update(self, load: StepLoad, ms: float) -> None:
-        """Take in what a step took in the engine: mostly where it lies on the curve, a little everywhere."""
+        """Take in what a step with the rows of the last one took in the engine: mostly where it lies on the
+        curve, a little everywhere."""
         below, share = self._between(load.tokens)
         expected = max(self.step_ms(load.tokens, load.context) - self.outside_ms, 1e-6)
         ratio = min(max(ms / expected, 0.25), 4.0)
@@ -191,6 +201,12 @@ class StepTimes:
         self._ms[below] *= ratio ** (_OWN_RATE * (1 - share))
         if len(self._ms) > 1:
             self._ms[below + 1] *= ratio ** (_OWN_RATE * share)
+
+    def note_change(self, load: StepLoad, ms: float) -> None:
+        """Take in what a step with other rows than the last one's took in the engine."""
+        expected = self.step_ms(load.tokens, load.context) - self.outside_ms
+        more = min(max(ms - expected, 0.0), expected)
+        self.change_ms += _CHANGE_RATE * (more - self.change_ms)
 
     def _last_slope(self) -> float:
         if len(self._rows) < 2:
@@ -230,7 +246,7 @@ def allot(
     ms += times.changing_ms(rows)
     speeds = expected / ms
     best = int(np.argmax(speeds))
-    if speeds[best] < MARGIN * speeds[0]:
+    if speeds[best] < margin(load) * speeds[0]:
         best = 0
     counts = np.bincount(owners[order[:best]], minlength=len(rates))
     return Allotment(counts.tolist(), float(speeds[best]))

@@ -8,7 +8,7 @@ import numpy as np
 from qtool.runtime.request import SequenceState
 from qtool.runtime.speculation.constrained import allowed_length
 from qtool.runtime.speculation.contract import Draft, Drafter, DraftRequest
-from qtool.runtime.speculation.decide import CAUTIOUS, HOPEFUL, MARGIN, Allotment, StepTimes, allot
+from qtool.runtime.speculation.decide import CAUTIOUS, HOPEFUL, Allotment, StepTimes, allot, margin
 from qtool.runtime.speculation.records import Records
 from qtool.runtime.steptime import StepLoad
 
@@ -147,7 +147,7 @@ class Picker:
             0.0 if option is None else sum(option.rates[:count])
             for option, count in zip(pick.options, pick.counts, strict=True)
         ]
-        least = pick.allotment.tokens_per_ms * (1.0 if any(pick.counts) else MARGIN)
+        least = pick.allotment.tokens_per_ms * (1.0 if any(pick.counts) else margin(step.load))
         best = 0
         for tokens in range(1, depth + 1):
             found = self._speed(drafter, tokens, rates, gained, pick.counts, step)

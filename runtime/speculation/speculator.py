@@ -199,16 +199,19 @@ class Speculator:
         looking_ms = self._drafting_ms + self._learning_ms if self._looks else 0.0
         ms, engine_ms = 1000 * seconds, 1000 * engine_seconds
         rows = self._num_rows if self._looks else 0
-        change_ms = self.times.note_rows(load.tokens, rows > 0)
+        changed = self.times.note_rows(load.tokens, rows > 0)
         self._worth.pass_time(ms)
         self._num_rested = 0 if self._looks else self._num_rested + 1
         if self._num_rested % _TIMED_EVERY:
             return
         if rows:
-            self.times.note_extra(load, ms - looking_ms - change_ms)
+            self.times.note_extra(load, ms - looking_ms - changed * self.times.change_ms)
         else:
             self.times.note_outside(max(ms - engine_ms - looking_ms, 0.0))
-        self.times.update(load, engine_ms - change_ms)
+        if changed and self.times.change_ms:
+            self.times.note_change(load, engine_ms)
+        else:
+            self.times.update(load, engine_ms)
         if not self._looks or not self._had_room or self._is_probe:
             return
         saved_ms = 0.0

@@ -6,6 +6,9 @@ _MOST = 30
 """Looks that what was saved pays for ahead, as it is assumed at the start."""
 _LEAST = 1
 """Looks that are paid for later, at most."""
+_MOST_STEPS, _LEAST_STEPS = 1.0, 0.25
+"""The same in steps, where that is more: a few drafts that fail are no reason to rest, and after what lost
+much the next look is a while off."""
 _RATE = 0.1
 
 
@@ -20,6 +23,7 @@ class Worth:
     def __init__(self) -> None:
         self._look_ms: float | None = None
         self._credit_ms = 0.0
+        self._step_ms = 0.0
 
     @property
     def allows_look(self) -> bool:
@@ -29,6 +33,7 @@ class Worth:
     def pass_time(self, ms: float) -> None:
         """A step took so long, whether it looked or not."""
         self._credit_ms += _SHARE * ms
+        self._step_ms += _RATE * (ms - self._step_ms)
 
     def looked(self, ms: float, saved_ms: float) -> None:
         """A step looked, which took `ms` by itself, and saved so much by the drafts that it verified."""
@@ -37,5 +42,6 @@ class Worth:
             self._credit_ms = _MOST * ms
         ms = min(ms, 2 * self._look_ms)  # what was held up is not usual
         self._look_ms += _RATE * (ms - self._look_ms)
-        credit = self._credit_ms + saved_ms - ms
-        self._credit_ms = min(max(credit, -_LEAST * self._look_ms), _MOST * self._look_ms)
+        most = max(_MOST * self._look_ms, _MOST_STEPS * self._step_ms)
+        least = max(_LEAST * self._look_ms, _LEAST_STEPS * self._step_ms)
+        self._credit_ms = min(max(self._credit_ms + saved_ms - ms, -least), most)

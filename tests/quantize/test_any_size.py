@@ -117,7 +117,8 @@ def test_a_run_killed_again_and_again_while_it_spills_ends_with_the_same_bytes(
         ), moment
         assert not output.exists()
         left = {file.name for file in (tmp_path / "killed.partial").iterdir()}
-        assert left <= {"lock", "state.json", *(f"layer-{index:05}.safetensors" for index in range(3))}
+        parts = (f"layer-{index:05}.{kind}" for index in range(3) for kind in ("safetensors", "sha256"))
+        assert left <= {"lock", "state.json", *parts}
     quantize_checkpoint(tiny, recipe, output, max_memory=TIGHT)
     quantize_checkpoint(tiny, recipe, tmp_path / "straight")
     assert contents(output) == contents(tmp_path / "straight")

@@ -210,10 +210,10 @@ def test_one_request_may_not_take_all_the_room(byte_tokenizer: Tokenizer) -> Non
     with serving(FakeEngine(num_blocks=64), byte_tokenizer, config) as served:
         url = f"{served.url}/v1/completions"
         assert httpx.post(url, json={**COMPLETION, "prompt": ["a", "b"], "n": 2}).status_code == 200
-        for body in ({"prompt": ["a"] * 5}, {"prompt": ["a"], "n": 5}):
+        for param, body in (("prompt", {"prompt": ["a"] * 5}), ("n", {"prompt": ["a"], "n": 5})):
             refused = httpx.post(url, json={**COMPLETION, **body})
             assert refused.status_code == 400
-            assert refused.json()["error"]["param"] == "prompt"
+            assert refused.json()["error"]["param"] == param
             assert "5 answers at once, and one request may ask for 4" in refused.json()["error"]["message"]
         assert samples(served)["qtool_requests_refused_total"] == 0  # not for load: it can never be taken
 

@@ -13,7 +13,7 @@ from qtool.runtime.loop import EngineLoop
 from qtool.runtime.request import RequestOptions, SamplingParams, SequenceState
 from qtool.runtime.scheduler import SchedulerConfig
 from qtool.runtime.speculation.contract import EMPTY, Draft, DraftRequest, Seen
-from qtool.runtime.speculation.decide import CAUTIOUS, HOPEFUL, Acceptance, StepTimes, allot
+from qtool.runtime.speculation.decide import CAUTIOUS, HOPEFUL, Acceptance, StepTimes, allot, margin
 from qtool.runtime.speculation.records import Records
 from qtool.runtime.speculation.speculator import Speculator
 from qtool.runtime.speculation.worth import Worth
@@ -55,7 +55,7 @@ def test_no_other_allotment_promises_more_tokens_a_second(
     if sum(found.counts):
         assert found.tokens_per_ms == pytest.approx(best)
     else:  # less than this is not worth the risk
-        assert best <= 1.031 * speed([0] * len(rates))
+        assert best <= 1.001 * margin(batch(len(rates))) * speed([0] * len(rates))
 
 
 def test_speculation_is_off_where_the_batch_is_large_and_comes_back() -> None:
@@ -121,9 +121,9 @@ def test_a_number_of_rows_is_kept_where_a_change_costs_more_than_it_brings() -> 
     times = StepTimes([(StepLoad(rows, 0, 1), 10.0 + rows / 10) for rows in range(1, 5)], change_ms=8.0)
     step, rates = StepLoad(1, 0, 1), [[0.9, 0.05, 0.04]]
     assert allot(times, step, rates, [0], 3).counts == [3]  # no step was before
-    assert times.note_rows(3, drafted=True) == 0
+    assert not times.note_rows(3, drafted=True)
     assert allot(times, step, rates, [0], 3).counts == [2]
-    assert times.note_rows(1, drafted=False) == 8
+    assert times.note_rows(1, drafted=False)
     assert allot(times, step, [[0.3]], [0], 3).counts == [0]
     assert allot(times, step, [[0.8, 0.6, 0.5]], [0], 3).counts == [3]
 
@@ -137,6 +137,10 @@ def test_a_change_of_rows_is_charged_in_full_where_steps_with_drafts_keep_changi
     times = StepTimes([(StepLoad(1, 0, 1), 10.0)], change_ms=8.0)
     assert charged([16], drafted=False) == pytest.approx(4.0)
     assert charged([17, 20] * 50, drafted=True) > 7.5
+    for _ in range(100):
+        times.note_rows(17, drafted=True)
+        times.note_rows(16, drafted=False)
+    assert float(times.changing_ms(np.array(99.0))) > 14  # one there and one back
     assert charged([16] * 2000, drafted=False) == pytest.approx(4.0, abs=0.1)
     assert charged([4] * 100, drafted=True) < 0.5
 
