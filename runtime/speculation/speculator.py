@@ -218,8 +218,10 @@ class Speculator:
         if rows:
             plain_ms = self.times.step_ms(load.tokens - rows, load.context)
             drafted_ms = self.times.step_ms(load.tokens, load.context) + self.times.extra_ms
-            gained = self._num_accepted / max(self._num_decoding, 1)
-            saved_ms = (1 + gained) * plain_ms - drafted_ms - self._asked_ms
+            # A gained token saves its part of a step that decodes alone, whatever prompts this one took in.
+            num_decoding = max(self._num_decoding, 1)
+            gained_ms = self._num_accepted / num_decoding * self.times.step_ms(num_decoding, load.context)
+            saved_ms = gained_ms + plain_ms - drafted_ms - self._asked_ms
         self._worth.looked(looking_ms - self._asked_ms, saved_ms)
 
     def forget(self, sequence: SequenceState) -> None:
