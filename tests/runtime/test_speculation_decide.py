@@ -283,6 +283,32 @@ def test_heads_are_tried_again_where_most_steps_go_without_a_look() -> None:
     assert engine.num_steps < 500
 
 
+def test_a_draft_accepted_beside_a_prompt_saves_no_part_of_the_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saved: list[float] = []
+    monkeypatch.setattr(Worth, "looked", lambda _, __, saved_ms: saved.append(saved_ms))
+    engine = TickingEngine(num_blocks=200, max_context=1000)
+    guess = knowing(lambda text, n: greedy(engine, list(text), n), 320, 1.0)
+    times = Steady([(StepLoad(1, 0, 1), 10.0), (StepLoad(512, 0, 1), 400.0)])
+    loop = EngineLoop(
+        engine,
+        SchedulerConfig(4, 400),
+        lambda _: None,
+        speculator=Speculator([ScriptedDrafter(guess)], times, 320, clock=engine.clock),
+        clock=engine.clock,
+    )
+    loop.submit([[5, 6, 7]], SamplingParams(max_tokens=60, temperature=0))
+    for _ in range(4):
+        assert loop.receive(wait=False)
+        loop.step()
+    loop.submit([list(range(3, 303))], SamplingParams(max_tokens=1, temperature=0))
+    while loop.receive(wait=False):
+        loop.step()
+    assert max(saved) > 10
+    assert max(saved) < 70  # six tokens of a step of ten milliseconds, at most
+
+
 def test_looks_are_paid_from_what_drafts_save_and_a_small_share_of_the_time() -> None:
     vain, useful, slow = Worth(), Worth(), Worth()
     looks = {vain: 0, useful: 0, slow: 0}
