@@ -1,7 +1,7 @@
 """Drafters: what they propose, and that the answers are the target's alone."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -251,3 +251,19 @@ def test_what_a_change_of_rows_costs_is_measured() -> None:
 
     assert 10 < measure_change_ms(Preparing()) < 40
     assert measure_change_ms(FakeEngine()) < 5
+
+
+@pytest.mark.parametrize(
+    ("option", "config"),
+    [
+        ("speculative_tokens", lambda: SpeculationConfig("off", num_tokens=4)),
+        ("speculative_tree", lambda: SpeculationConfig("ngram", tree_width=3)),
+        ("block_verification", lambda: SpeculationConfig("ngram", block_verification=True)),
+        ("speculative_store", lambda: SpeculationConfig("heads", Path("heads"), store_tokens=9)),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(
+    option: str, config: Callable[[], SpeculationConfig]
+) -> None:
+    with pytest.raises(UsageError, match=f"{option}: changes nothing with speculative"):
+        config()
