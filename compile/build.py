@@ -65,8 +65,9 @@ def compile_engine(
     config = read_config(source.config, str(checkpoint / "config.json"))
     layers = () if hidden_states is None else parse_layers(hidden_states, config.num_layers)
     heads, model = _drafts(draft)
-    head = None if heads is None else read_head(heads, checkpoint)
-    if heads is not None and head is not None:
+    head = None
+    if heads is not None:
+        head = read_head(heads, checkpoint)
         warn_of_another_target(head.config, heads, checkpoint)
         layers = tuple(dict.fromkeys((*layers, *head.config.hidden_layers)))
     if tensorrt is not None:

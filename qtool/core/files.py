@@ -69,8 +69,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             yield temporary
             rename_new(temporary, path)
         except Exception as error:
-            told = isinstance(error, QtoolError)
-            if reason := _no_room(error) or (None if told else _no_room(_probe(temporary))):
+            if reason := _full_disk(error, temporary):
                 raise QtoolError(
                     f"{path}: could not be written ({reason}) and nothing of it was kept; "
                     "free some space or name an output on another disk"
@@ -87,8 +86,7 @@ def resumable(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = isinstance(error, QtoolError)
-        if reason := _no_room(error) or (None if told else _no_room(_probe(folder))):
+        if reason := _full_disk(error, folder):
             raise QtoolError(
                 f"{folder}: could not be written ({reason}). Make room, then give the same command: it goes "
                 "on where it was"
@@ -178,6 +176,12 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def _full_disk(error: Exception, folder: Path) -> str | None:
+    """Why there is no room, if that is what made `error` out of writing to `folder`."""
+    told = isinstance(error, QtoolError)
+    return _no_room(error) or (None if told else _no_room(_probe(folder)))
 
 
 def _probe(folder: Path) -> Exception | None:

@@ -22,7 +22,7 @@ steps with drafts have rows of all numbers, few of which were seen lately."""
 _OWN_RATE = 0.1
 _COMMON_RATE = 0.02
 _KEPT = 0.995
-"""Of what drafts add outside of the engine, at each step without."""
+"""Of what steps with drafts take beyond their rows, at each step without."""
 CHANGE_SHARE = 0.5
 """Of what a change of rows costs, what is charged to the step that makes it, as long as little is known of
 whether the next ones keep to it."""

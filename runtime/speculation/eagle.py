@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -92,22 +93,21 @@ class EagleDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Take in the features that wait, then draft depth by depth, for all requests together."""
         ready = [place for place, request in enumerate(requests) if self._is_ready(request)]
-        if not ready or any(self._lags(requests[place]) for place in ready):
-            return self._propose(requests, ready)
-        with self._pace.measuring(max(requests[place].num_tokens for place in ready)):
+        if not ready:
+            return [EMPTY] * len(requests)
+        lags = any(self._lags(requests[place]) for place in ready)
+        depth = max(requests[place].num_tokens for place in ready)
+        with nullcontext() if lags else self._pace.measuring(depth):
             return self._propose(requests, ready)
 
     def _lags(self, request: DraftRequest) -> bool:
         """Whether more waits than a step with a draft leaves: a text's first draft, or a try after a while,
         says nothing of what a draft takes."""
-        lane = self._lanes.get(request.sequence.id)
-        return lane is not None and sum(map(len, lane.pending)) > self.max_tokens + 1
+        return sum(map(len, self._lanes[request.sequence.id].pending)) > self.max_tokens + 1
 
     def _propose(self, requests: Sequence[DraftRequest], ready: Sequence[int]) -> list[Draft]:
         """Drafts for the requests at the places `ready`, and empty ones for the others."""
         drafts: list[Draft] = [EMPTY] * len(requests)
-        if not ready:
-            return drafts
         chosen = [requests[place] for place in ready]
         lanes = [self._lanes[request.sequence.id] for request in chosen]
         result = self._catch_up(chosen, lanes)

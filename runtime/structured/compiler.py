@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from qtool.runtime.constraint import Bitmask, ConstraintFactory
+from qtool.runtime.constraint import Bitmask, ConstraintFactory, bitmask_width
 from qtool.runtime.request import ParameterError
 from qtool.runtime.structured.grammar import Grammar
 from qtool.runtime.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ class GrammarCompiler:
         if matcher.is_error():
             problem = " ".join(matcher.get_error().split())
             raise ParameterError(grammar.param, f"cannot be enforced: {problem:.{_MAX_MESSAGE}}")
-        first = np.zeros(-(-self._vocab_size // 32), np.int32)
+        first = np.zeros(bitmask_width(self._vocab_size), np.int32)
         GrammarConstraint(matcher.deep_copy()).fill_mask(first)
         if not first.any():
             raise ParameterError(grammar.param, "no text meets it: there is no token to begin with")

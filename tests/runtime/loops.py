@@ -55,6 +55,20 @@ def running(engine: Engine, seqs: int = 8, budget: int = 64) -> Iterator[tuple[E
         assert loop.join(10)
 
 
+def answers(
+    engine: Engine, requests: Sequence[tuple[list[int], SamplingParams]], config: SchedulerConfig
+) -> tuple[list[list[int]], int]:
+    """Tokens of requests that all arrive at once, without threads; and how often one was preempted."""
+    found: dict[int, list[int]] = defaultdict(list)
+    loop = EngineLoop(engine, config, lambda _: None)
+    ids = [loop.submit([prompt], params)[0] for prompt, params in requests]
+    loop.drain()
+    while step(loop, found, wait=True):
+        pass
+    assert loop.stats().num_free_blocks == engine.num_blocks
+    return [found[request_id] for request_id in ids], loop.stats().num_preemptions
+
+
 def generate(
     engine: FakeEngine,
     requests: Sequence[tuple[list[int], SamplingParams]],
@@ -62,17 +76,8 @@ def generate(
     budget: int = 64,
     prefix_caching: bool = True,
 ) -> tuple[list[list[int]], int]:
-    """Answers to requests that all arrive at once, without threads; and how often one was preempted."""
-    answers: dict[int, list[int]] = defaultdict(list)
-    loop = EngineLoop(engine, SchedulerConfig(seqs, budget, prefix_caching), lambda _: None)
-    ids = [loop.submit([prompt], params)[0] for prompt, params in requests]
-    loop.drain()
-    while loop.receive():
-        for output in loop.step():
-            assert output.token is not None
-            answers[output.request_id].append(output.token)
-    assert loop.stats().num_free_blocks == engine.num_blocks
-    return [answers[request_id] for request_id in ids], loop.stats().num_preemptions
+    """As `answers`."""
+    return answers(engine, requests, SchedulerConfig(seqs, budget, prefix_caching))
 
 
 def prompts(count: int, seed: int = 0, longest: int = 20) -> list[list[int]]:
@@ -80,9 +85,9 @@ def prompts(count: int, seed: int = 0, longest: int = 20) -> list[list[int]]:
     return [generator.integers(3, 320, generator.integers(1, longest)).tolist() for _ in range(count)]
 
 
-def step(loop: EngineLoop, answers: dict[int, list[int]]) -> bool:
+def step(loop: EngineLoop, answers: dict[int, list[int]], *, wait: bool = False) -> bool:
     """Run a step by hand if there is anything to run, and collect its tokens."""
-    if not loop.receive(wait=False):
+    if not loop.receive(wait=wait):
         return False
     for output in loop.step():
         assert output.token is not None

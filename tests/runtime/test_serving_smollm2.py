@@ -1,7 +1,6 @@
 """The same answers however they are computed, on the real model through the openvino engine."""
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from qtool.runtime.loop import EngineLoop
 from qtool.runtime.request import SamplingParams
 from qtool.runtime.scheduler import SchedulerConfig
 from qtool.runtime.tokenizer import Tokenizer
+from tests.runtime.loops import answers
 from tests.runtime.served import serving
 
 NUM_TOKENS = 16
@@ -48,24 +48,6 @@ def tokenizer(engine_folder: Path) -> Tokenizer:
 @pytest.fixture(scope="module")
 def prompts(tokenizer: Tokenizer) -> list[list[int]]:
     return [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
-
-
-def answers(
-    engine: Engine,
-    requests: Sequence[tuple[list[int], SamplingParams]],
-    config: SchedulerConfig,
-) -> tuple[list[list[int]], int]:
-    """Tokens of every request when all arrive at once, and how often one was preempted."""
-    found: dict[int, list[int]] = defaultdict(list)
-    loop = EngineLoop(engine, config, lambda _: None)
-    ids = [loop.submit([prompt], params)[0] for prompt, params in requests]
-    loop.drain()
-    while loop.receive():
-        for output in loop.step():
-            assert output.token is not None
-            found[output.request_id].append(output.token)
-    assert loop.stats().num_free_blocks == engine.num_blocks
-    return [found[request_id] for request_id in ids], loop.stats().num_preemptions
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

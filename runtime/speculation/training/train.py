@@ -112,9 +112,10 @@ def train(
         torch.nn.utils.clip_grad_norm_(network.parameters(), _CLIP)
         optimizer.step()
         step += 1
-        if not math.isfinite(value.item()):
+        lost = value.item()
+        if not math.isfinite(lost):
             raise _diverged(step, folder, rates)
-        loss = _KEPT * loss + (1 - _KEPT) * value.item()
+        loss = _KEPT * loss + (1 - _KEPT) * lost
         told(step, total, _mean(loss, step))
         if step % options.save_every == 0:
             _save(folder / _STATE, network, optimizer, step, loss, before)
