@@ -27,7 +27,7 @@ from qtool.runtime.engines import open_engine
 from qtool.runtime.engines.contract import Engine, Step
 from qtool.runtime.request import SamplingParams
 from qtool.runtime.scheduler import SchedulerConfig
-from qtool.runtime.speculation.build import SpeculationConfig, make_speculator, parse_kind, parse_tokens
+from qtool.runtime.speculation.build import SpeculationConfig, make_speculator, parse_count, parse_kind
 from qtool.runtime.speculation.measure import serve_all
 from qtool.runtime.speculation.speculator import Speculator
 from qtool.runtime.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("engine", type=Path)
     parser.add_argument("--speculative", nargs="+", default=["ngram", "auto"])
     parser.add_argument("--speculative-tokens", default="auto")
-    parser.add_argument("--speculative-tree", type=int, default=1)
+    parser.add_argument("--speculative-tree", default="auto")
     parser.add_argument("--texts", nargs="+", default=["edit", "open", "random"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 32])
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -91,8 +91,8 @@ def _speculator(name: str, args: argparse.Namespace, engine: Engine, tokenizer: 
     config = SpeculationConfig(
         kind,
         where,
-        num_tokens=parse_tokens(args.speculative_tokens),
-        tree_width=args.speculative_tree,
+        num_tokens=parse_count("speculative_tokens", args.speculative_tokens),
+        tree_width=parse_count("speculative_tree", args.speculative_tree),
         threads=args.threads,
     )
     speculator = make_speculator(config, SchedulerConfig(), engine, tokenizer, args.engine)

@@ -98,10 +98,18 @@ class Plan:
 
     def load(self) -> StepLoad:
         """What the step computes, before it is committed."""
-        load = StepLoad()
-        for chunk in self.chunks:
-            load = load.plus(chunk.sequence.num_computed, chunk.num_rows)
-        return load
+        return _load(self.chunks)
+
+    def decoding_load(self) -> StepLoad:
+        """Of that, what sequences that decode do."""
+        return _load([chunk for chunk in self.chunks if chunk.decodes])
+
+
+def _load(chunks: Sequence[Chunk]) -> StepLoad:
+    load = StepLoad()
+    for chunk in chunks:
+        load = load.plus(chunk.sequence.num_computed, chunk.num_rows)
+    return load
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,11 @@ def serve(
         int, typer.Option(min=0, help="Tokens of recent answers that n-grams are looked up in as well.")
     ] = 0,
     speculative_tree: Annotated[
-        int, typer.Option(min=1, help="Tokens that heads draft at each depth; 1 is a chain.")
-    ] = 1,
+        str,
+        typer.Option(
+            help="Tokens that heads draft at each depth; 1 is a chain, auto a tree where the engine takes one."
+        ),
+    ] = "auto",
     block_verification: Annotated[
         bool, typer.Option(help="Accept the tokens of a draft together, where they were drawn.")
     ] = False,
@@ -119,8 +122,8 @@ def serve(
     from qtool.runtime.speculation.build import (
         SpeculationConfig,
         make_speculator,
+        parse_count,
         parse_kind,
-        parse_tokens,
     )
     from qtool.runtime.tokenizer import Tokenizer
     from qtool.runtime.tools.formats import tool_format
@@ -139,8 +142,8 @@ def serve(
     speculation = SpeculationConfig(
         kind,
         path,
-        num_tokens=parse_tokens(speculative_tokens),
-        tree_width=speculative_tree,
+        num_tokens=parse_count("speculative_tokens", speculative_tokens),
+        tree_width=parse_count("speculative_tree", speculative_tree),
         block_verification=block_verification,
         store_tokens=speculative_store,
         kv_cache_tokens=kv_cache_tokens,

@@ -30,9 +30,10 @@ _CHANGE_RATE, _CHANGE_FORGOTTEN = 0.05, 0.005
 """How fast that is learned from steps with drafts, and forgotten in those without."""
 
 
-def margin(load: StepLoad) -> float:
-    """What drafts for a step have to promise, in tokens a second over none."""
-    return _MARGIN if load.sequences == 1 else _BATCH_MARGIN
+def margin(decoding: StepLoad) -> float:
+    """What drafts have to promise, in tokens a second over none, for a step whose sequences that decode load
+    it with so much."""
+    return _MARGIN if decoding.sequences == 1 else _BATCH_MARGIN
 
 
 class Acceptance:
@@ -137,11 +138,24 @@ class StepTimes:
         base = self._ms[below] + share * (self._ms[above] - self._ms[below])
         return float(base + self._per_pair * context + self.outside_ms)
 
+    def beside_ms(self, load: StepLoad, decoding: StepLoad) -> float:
+        """Of a step with such a load, what is computed beside the sequences that decode: prompts, which take
+        that long in any case, and are nothing that drafts could be cheap beside."""
+        if load == decoding:
+            return 0.0
+        whole, alone = (self.step_ms(one.tokens, one.context) for one in (load, decoding))
+        return max(whole - alone, 0.0)
+
     def changing_ms(self, rows: Doubles) -> Doubles:
         """What is charged to steps [...] for another number of rows than the last one had."""
         if self._last_rows is None:
             return np.zeros_like(rows)
         return np.where(np.rint(rows) == self._last_rows, 0.0, self._change_share * self.change_ms)
+
+    def change_of(self, rows: float) -> float:
+        """As `changing_ms`, of one step."""
+        alike = self._last_rows is None or round(rows) == self._last_rows
+        return 0.0 if alike else self._change_share * self.change_ms
 
     @property
     def prefers_alike(self) -> bool:
@@ -225,28 +239,30 @@ class Allotment:
 def allot(
     times: StepTimes,
     load: StepLoad,
+    decoding: StepLoad,
     rates: Sequence[Sequence[float]],
     pasts: Sequence[int],
     num_rows: int,
 ) -> Allotment:
     """Give drafts to the sequences that should gain most by them, as long as tokens a second grow.
 
-    `load` is the step's without drafts, and each of its sequences gets a token. `rates` are the acceptance
+    `load` is the step's without drafts, `decoding` what sequences that decode have in it, each of which gets
+    a token; what the prompts beside them take is left out of the tokens a second. `rates` are the acceptance
     rates of the tokens that each of B sequences might have drafted, falling; `pasts` are their lengths; a
     step takes `num_rows` rows more. None gets any where that promises next to nothing.
     """
     owners = np.repeat(np.arange(len(rates)), [len(own) for own in rates])
     gains = np.concatenate([np.asarray(own, np.float64) for own in rates]) if len(rates) else np.empty(0)
     order = np.argsort(-gains, kind="stable")[:num_rows]
-    expected = load.sequences + np.concatenate([[0.0], np.cumsum(gains[order])])
+    expected = decoding.sequences + np.concatenate([[0.0], np.cumsum(gains[order])])
     rows = load.tokens + np.arange(len(order) + 1, dtype=np.float64)
     context = load.context + np.concatenate([[0.0], np.cumsum(np.asarray(pasts, np.float64)[owners[order]])])
     ms = times.predict_ms(rows, context)
     ms[1:] += times.extra_ms
-    ms += times.changing_ms(rows)
+    ms += times.changing_ms(rows) - times.beside_ms(load, decoding)
     speeds = expected / ms
     best = int(np.argmax(speeds))
-    if speeds[best] < margin(load) * speeds[0]:
+    if speeds[best] < margin(decoding) * speeds[0]:
         best = 0
     counts = np.bincount(owners[order[:best]], minlength=len(rates))
     return Allotment(counts.tolist(), float(speeds[best]))

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from itertools import accumulate
 
 from qtool.runtime.request import SequenceState
 from qtool.runtime.speculation.constrained import allowed_length
@@ -12,7 +11,7 @@ from qtool.runtime.speculation.decide import CAUTIOUS, HOPEFUL, Allotment, StepT
 from qtool.runtime.speculation.records import Records
 from qtool.runtime.steptime import StepLoad
 
-_PROBING = 0.01
+_PROBING = 0.005
 """Share of the time that may go into drafting where it should not pay, to see whether it does by now."""
 _PROBED_TOKENS = 2
 _PLAIN_EVERY = 64
@@ -37,6 +36,8 @@ class Candidates:
     """Tokens of each one's draft, at most."""
     load: StepLoad
     """The step's, without drafts."""
+    decoding: StepLoad
+    """Of that, what sequences that decode have."""
     rows_left: int
     """That it may have beside."""
 
@@ -130,10 +131,10 @@ class Picker:
         if self._num_tokens is not None or self._times is None:
             return Allotment([len(own) for own in rates], float(sum(map(sum, rates))))
         if not any(rates):
-            speed = step.load.sequences / self._step_ms(step.load.tokens, step.load.context)
+            speed = step.decoding.sequences / self._step_ms(step, 0.0, 0.0)
             return Allotment([0] * len(options), speed)
         pasts = [sequence.num_computed for sequence in step.sequences]
-        return allot(self._times, step.load, rates, pasts, step.rows_left)
+        return allot(self._times, step.load, step.decoding, rates, pasts, step.rows_left)
 
     def _consider(self, drafter: Drafter, pick: Pick, step: Candidates) -> Pick:
         """Ask a drafter that costs something instead, for the sequences that it should bring more, where that
@@ -147,12 +148,11 @@ class Picker:
             0.0 if option is None else sum(option.rates[:count])
             for option, count in zip(pick.options, pick.counts, strict=True)
         ]
-        least = pick.allotment.tokens_per_ms * (1.0 if any(pick.counts) else margin(step.load))
+        least = pick.allotment.tokens_per_ms * (1.0 if any(pick.counts) else margin(step.decoding))
         best = 0
-        for tokens in range(1, depth + 1):
-            found = self._speed(drafter, tokens, rates, gained, pick.counts, step)
-            if found > least:
-                best, least = tokens, found
+        for tokens, speed in enumerate(self._speeds(drafter, depth, rates, gained, pick.counts, step), 1):
+            if speed > least:
+                best, least = tokens, speed
         if self._num_tokens is not None:
             best = depth
         if best:
@@ -170,40 +170,49 @@ class Picker:
             return pick
         return self._probe(drafter, pick, step)
 
-    def _speed(
+    def _speeds(
         self,
         drafter: Drafter,
-        tokens: int,
+        depth: int,
         rates: Sequence[Sequence[float]],
         gained: Sequence[float],
         counts: Sequence[int],
         step: Candidates,
-    ) -> float:
-        """Tokens a millisecond with drafts of so many tokens for the sequences that gain more by them than
-        they do already; 0 where a step can't take them, or none gains."""
-        most, rows, context, expected = 0, 0.0, 0.0, float(step.load.sequences)
-        asked = []
-        for own, other, count, sequence in zip(rates, gained, counts, step.sequences, strict=True):
-            gain = sum(own[:tokens])
-            if gain > other:
-                number = min(tokens, len(own))
-                made = self._records.num_made((drafter.name, 0), number)
-                asked.append(DraftRequest(sequence, number))
-            else:
-                number, made, gain = count, float(count), other
-            most += number
-            rows += made
-            context += made * sequence.num_computed
-            expected += gain
-        if not asked or most > step.rows_left or self._times is None:
-            return 0.0
-        ms = self._step_ms(step.load.tokens + rows, step.load.context + context) + self._times.extra_ms
-        return expected / (ms + drafter.expected_ms(asked))
+    ) -> list[float]:
+        """Tokens a millisecond with drafts of 1 to `depth` tokens for the sequences that gain more by them
+        than they do already; 0 where a step can't take them, or none gains."""
+        if self._times is None:
+            return [0.0] * depth
+        made = [self._records.num_made((drafter.name, 0), tokens) for tokens in range(depth + 1)]
+        gains = [list(accumulate(own, initial=0.0)) for own in rates]
+        speeds = []
+        for tokens in range(1, depth + 1):
+            most, rows, context, expected = 0, 0.0, 0.0, float(step.decoding.sequences)
+            asked = []
+            for own, other, count, sequence in zip(gains, gained, counts, step.sequences, strict=True):
+                number, num_rows, gain = count, float(count), other
+                drafted = min(tokens, len(own) - 1)
+                if own[drafted] > other:
+                    number, num_rows, gain = drafted, made[drafted], own[drafted]
+                    asked.append(DraftRequest(sequence, drafted))
+                most += number
+                rows += num_rows
+                context += num_rows * sequence.num_computed
+                expected += gain
+            if not asked or most > step.rows_left:
+                speeds.append(0.0)
+                continue
+            ms = self._step_ms(step, rows, context) + self._times.extra_ms
+            speeds.append(expected / (ms + drafter.expected_ms(asked)))
+        return speeds
 
-    def _step_ms(self, rows: float, context: float) -> float:
-        """What a step takes, with what is charged for other rows than the last step's."""
+    def _step_ms(self, step: Candidates, rows: float, context: float) -> float:
+        """What the step takes with so much more, and with what is charged for other rows than the last one's;
+        without the prompts beside it."""
         assert self._times is not None
-        return self._times.step_ms(rows, context) + float(self._times.changing_ms(np.array(rows)))
+        rows, context = step.load.tokens + rows, step.load.context + context
+        beside_ms = self._times.beside_ms(step.load, step.decoding)
+        return self._times.step_ms(rows, context) + self._times.change_of(rows) - beside_ms
 
     def _probe(self, drafter: Drafter, pick: Pick, step: Candidates) -> Pick:
         """Once in a while, try a drafter that should not pay, on the sequence that arrived last."""

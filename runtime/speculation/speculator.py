@@ -105,7 +105,7 @@ class Speculator:
         sequences = [plan.chunks[place].sequence for place, _ in rooms]
         limits = [room if self._num_tokens is None else min(room, self._num_tokens) for _, room in rooms]
         left = scheduler.config.max_num_batched_tokens - sum(chunk.num_rows for chunk in plan.chunks)
-        step = Candidates(sequences, limits, plan.load(), left)
+        step = Candidates(sequences, limits, plan.load(), plan.decoding_load(), left)
         pick = self._picker.pick(step)
         if pick is None:
             return

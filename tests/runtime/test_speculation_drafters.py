@@ -19,7 +19,7 @@ from qtool.runtime.speculation.build import (
     SpeculationConfig,
     make_speculator,
     parse_kind,
-    parse_tokens,
+    parse_count,
 )
 from qtool.runtime.speculation.contract import Draft, DraftRequest
 from qtool.runtime.speculation.decide import StepTimes
@@ -231,13 +231,13 @@ def test_answers_of_a_real_model_are_the_same_with_every_drafter(
 def test_words_of_the_options_are_read_or_refused() -> None:
     assert parse_kind("draft=some/where") == ("draft", Path("some/where"))
     assert parse_kind("auto") == ("auto", None)
-    assert (parse_tokens("auto"), parse_tokens("4")) == (None, 4)
+    assert (parse_count("tokens", "auto"), parse_count("tokens", "4")) == (None, 4)
     for words in ("draft", "draft=", "ngram=x", "eagle", ""):
         with pytest.raises(UsageError, match="wanted off, ngram"):
             parse_kind(words)
     for words in ("0", "-1", "many", ""):
         with pytest.raises(UsageError, match="1 or more, or auto"):
-            parse_tokens(words)
+            parse_count("tokens", words)
     with pytest.raises(UsageError, match="draft and path None"):
         SpeculationConfig("draft")
 
