@@ -2,13 +2,15 @@
 
     python benchmarks/speculative.py ENGINE --speculative ngram draft=DRAFT auto --batches 1 4 16 32
     python benchmarks/speculative.py ENGINE --check-greedy 200
+    python benchmarks/speculative.py ENGINE --check-seeded 200
 
 For each kind of text (`edit`: code to be written out again with a change; `open`: questions; `random`: tokens
 that mean nothing), each batch size and each way to draft: the time a token takes without speculation over the
 time with it (median and range of the repeats, each a pair measured back to back), tokens a second with over
 without, tokens a step, acceptance length, the share of time spent drafting, and the time to the first token
 with over without. With `--check-greedy N` nothing is timed: greedy answers to N prompts are compared, and
-where they differ, whether the model's two best logits tied there.
+where they differ, whether the model's two best logits tied there. With `--check-seeded N` answers that a seed
+draws are compared, at temperature 1 if no other is given.
 
 Answers have half to one and a half times `--max-tokens`: were all equally long, they would end together, at
 the slowest one's pace, and what drafts save of the others would not show.
@@ -18,6 +20,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,18 +65,24 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--requests", type=int, default=0, help="per run; four times the batch by default")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--check-greedy", type=int, metavar="N")
+    check = parser.add_mutually_exclusive_group()
+    check.add_argument("--check-greedy", type=int, metavar="N")
+    check.add_argument("--check-seeded", type=int, metavar="N")
     args = parser.parse_args()
     engine = open_engine(args.engine, kv_cache_tokens=32_768, threads=args.threads)
     tokenizer = Tokenizer.load(args.engine)
     speculators = {name: _speculator(name, args, engine, tokenizer) for name in args.speculative}
-    if args.check_greedy:
-        for name, speculator in speculators.items():
-            _check(engine, tokenizer, name, speculator, args.check_greedy, args.max_tokens)
-        return
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, stop_token_ids=tokenizer.eos_token_ids
     )
+    if args.check_greedy or args.check_seeded:
+        params = replace(params, temperature=0.0)
+        if args.check_seeded:
+            params = replace(params, temperature=args.temperature or 1.0, seed=1)
+        for name, speculator in speculators.items():
+            found = _check(engine, tokenizer, speculator, params, args.check_greedy or args.check_seeded)
+            print(json.dumps({"speculative": name, **found}), flush=True)
+        return
     for text in args.texts:
         for batch in args.batches:
             count = args.requests or max(4 * batch, 8)
@@ -152,33 +161,29 @@ def _prompts(text: str, count: int, tokenizer: Tokenizer, vocab_size: int) -> li
 
 
 def _check(
-    engine: Engine, tokenizer: Tokenizer, name: str, speculator: Speculator, count: int, max_tokens: int
-) -> None:
-    """Greedy answers with and without, and the ties where they part."""
+    engine: Engine, tokenizer: Tokenizer, speculator: Speculator, params: SamplingParams, count: int
+) -> dict[str, object]:
+    """Answers with and without, how many differ, and of greedy ones the ties where they part."""
     words = [str(record) for record in load_records("builtin:pydoc-test")]
     asked = [*QUESTIONS, *(f"Explain:\n{words[n % len(words)][:300]}" for n in range(count))][:count]
     prompts = [tokenizer.encode_chat([{"role": "user", "content": one}]) for one in asked]
-    params = SamplingParams(max_tokens=max_tokens, temperature=0, stop_token_ids=tokenizer.eos_token_ids)
     plain = serve_all(engine, None, prompts, params, 1)
     drafted = serve_all(engine, speculator, prompts, params, 1)
+    pairs = zip(prompts, drafted.answers, plain.answers, strict=True)
+    parted = [(prompt, ours, theirs) for prompt, ours, theirs in pairs if ours != theirs]
+    found: dict[str, object] = {
+        "prompts": count,
+        "tokens": sum(map(len, plain.answers)),
+        "accepted": sum(drafted.accepted),
+        "differing": len(parted),
+    }
+    if params.temperature:
+        return found
     gaps = []
-    for prompt, ours, theirs in zip(prompts, drafted.answers, plain.answers, strict=True):
-        if ours != theirs:
-            same = next(n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
-            gaps.append(_gap(engine, [*prompt, *theirs[:same]]))
-    print(
-        json.dumps(
-            {
-                "speculative": name,
-                "prompts": count,
-                "tokens": sum(map(len, plain.answers)),
-                "accepted": sum(drafted.accepted),
-                "differing": len(gaps),
-                "of_which_ties": sum(gap < TIE for gap in gaps),
-                "gaps": gaps,
-            }
-        )
-    )
+    for prompt, ours, theirs in parted:
+        same = next(n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+        gaps.append(_gap(engine, [*prompt, *theirs[:same]]))
+    return {**found, "of_which_ties": sum(gap < TIE for gap in gaps), "gaps": gaps}
 
 
 def _gap(engine: Engine, tokens: Sequence[int]) -> float:

@@ -72,7 +72,7 @@ def serve(
     speculative_tree: Annotated[
         str,
         typer.Option(
-            help="Tokens that heads draft at each depth; 1 is a chain, auto a tree where the engine takes one."
+            help="Tokens that heads draft at each depth; 1 is a chain, auto a tree where the engine takes it."
         ),
     ] = "auto",
     block_verification: Annotated[

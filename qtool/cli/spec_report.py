@@ -27,6 +27,10 @@ def spec_report(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="As your requests have it; 0 is greedy.")] = 0.0,
+    repeats: Annotated[
+        int,
+        typer.Option(min=1, help="Times that each is measured: how far they lie apart tells what is noise."),
+    ] = 3,
     threads: Threads = None,
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
@@ -58,8 +62,8 @@ def spec_report(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, stop_token_ids=tokenizer.eos_token_ids
     )
-    with progress_bar("runs", num_runs(len(drafters), len(batches))) as advance:
-        report = make_report(opened, times, drafters, asked, params, batches, advance)
+    with progress_bar("runs", num_runs(len(drafters), len(batches), repeats)) as advance:
+        report = make_report(opened, times, drafters, asked, params, batches, repeats, advance)
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=2))
         return
@@ -103,5 +107,8 @@ def _table(found: "DrafterReport") -> "Table":
             *expected,
         )
     table.add_section()
-    table.add_row("auto", "", "measured", *(f"{speedup:.2f}x" for speedup in found.measured.values()))
+    measured = (
+        f"{one.median:.2f}x ({one.lowest:.2f} to {one.highest:.2f})" for one in found.measured.values()
+    )
+    table.add_row("auto", "", "measured", *measured)
     return table

@@ -64,8 +64,8 @@ class SpeculationConfig:
             raise UsageError(f"speculative_tokens must be at least 1, got {self.num_tokens}")
         if self.tree_width is not None and not 1 <= self.tree_width <= _MOST_WIDTH:
             raise UsageError(
-                f"speculative_tree is {self.tree_width}; wanted 1 to {_MOST_WIDTH}, or auto: heads are run for "
-                "every token of a tree"
+                f"speculative_tree is {self.tree_width}; wanted 1 to {_MOST_WIDTH}, or auto: heads are run "
+                "for every token of a tree"
             )
         if self.store_tokens < 0:
             raise UsageError(f"store_tokens must be at least 0, got {self.store_tokens}")

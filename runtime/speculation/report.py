@@ -1,6 +1,7 @@
 """What speculation would bring on somebody's own prompts: acceptance by drafter and K, speedups, advice."""
 
 import json
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -36,6 +37,15 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Speedup:
+    """How many times as fast a token came as without, measured several times."""
+
+    median: float
+    lowest: float
+    highest: float
+
+
+@dataclass(frozen=True)
 class DrafterReport:
     """What one way to draft brings."""
 
@@ -47,8 +57,8 @@ class DrafterReport:
     drafting_ms: float
     """For each token of a draft's length."""
     settings: list[Setting]
-    measured: dict[int, float]
-    """Speedups with the number decided at each step, by batch size."""
+    measured: dict[int, Speedup]
+    """With the number decided at each step, by batch size."""
     answers_differ: int
     """Greedy answers that were others than without drafts: ties that kernels break by the rows of a step."""
 
@@ -102,9 +112,11 @@ def make_report(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     batches: Sequence[int],
+    repeats: int,
     advance: Callable[[], None],
 ) -> Report:
-    """Serve the prompts by every way to draft and at every batch size, with and without, back to back.
+    """Serve the prompts by every way to draft and at every batch size, with and without in turn, `repeats`
+    times with.
 
     What is expected goes by `times`, which stay as they are.
 
@@ -126,9 +138,13 @@ def make_report(
         auto = Speculator(together, deepcopy(times), vocab_size)
         speedups = {}
         for batch in batches:
-            drafted, again = serve(auto, batch), serve(None, batch)
-            without = (plain[batch].mean_tpot_ms + again.mean_tpot_ms) / 2
-            speedups[batch] = without / drafted.mean_tpot_ms
+            found, before = [], plain[batch]
+            for _ in range(repeats):
+                drafted, after = serve(auto, batch), serve(None, batch)
+                without = (before.mean_tpot_ms + after.mean_tpot_ms) / 2
+                found.append(without / drafted.mean_tpot_ms)
+                before = after
+            speedups[batch] = Speedup(statistics.median(found), min(found), max(found))
         differing = sum(a != b for a, b in zip(fixed.answers, plain[batches[0]].answers, strict=True))
         reports.append(_drafter_report(name, longest, fixed, times, speedups, differing))
     rows = [1, 2, 4, 8, 16, 32, 64]
@@ -144,17 +160,19 @@ def make_report(
     )
 
 
-def num_runs(num_drafters: int, num_batches: int) -> int:
+def num_runs(num_drafters: int, num_batches: int, repeats: int) -> int:
     """How often the prompts are served for a report."""
-    return num_batches + num_drafters * (1 + 2 * num_batches)
+    return num_batches + num_drafters * (1 + 2 * num_batches * repeats)
 
 
 def recommend(reports: Sequence[DrafterReport]) -> str:
-    """The way to draft that was fastest, by the geometric mean over the batch sizes; off when none gained."""
+    """The way to draft that was fastest, by the geometric mean over the batch sizes; off when none gained,
+    or none in the worst of its measurements."""
     best, speedup = OFF, _WORTHWHILE
     for report in reports:
-        found = float(np.exp(np.mean(np.log(list(report.measured.values())))))
-        if found > speedup:
+        found = statistics.geometric_mean(one.median for one in report.measured.values())
+        worst = statistics.geometric_mean(one.lowest for one in report.measured.values())
+        if found > speedup and worst > 1:
             best, speedup = report.name, found
     return best
 
@@ -164,7 +182,7 @@ def _drafter_report(
     longest: int,
     fixed: Measured,
     times: StepTimes,
-    measured: dict[int, float],
+    measured: dict[int, Speedup],
     differing: int,
 ) -> DrafterReport:
     num_tokens = sum(length.drafted for length in fixed.lengths)

@@ -18,8 +18,8 @@ from qtool.runtime.scheduler import SchedulerConfig
 from qtool.runtime.speculation.build import (
     SpeculationConfig,
     make_speculator,
-    parse_kind,
     parse_count,
+    parse_kind,
 )
 from qtool.runtime.speculation.contract import Draft, DraftRequest
 from qtool.runtime.speculation.decide import StepTimes

@@ -14,7 +14,14 @@ from qtool.runtime.speculation.contract import Draft, Drafter, DraftRequest
 from qtool.runtime.speculation.decide import StepTimes
 from qtool.runtime.speculation.measure import serve_all
 from qtool.runtime.speculation.ngram import NgramDrafter
-from qtool.runtime.speculation.report import DrafterReport, make_report, num_runs, read_prompts, recommend
+from qtool.runtime.speculation.report import (
+    DrafterReport,
+    Speedup,
+    make_report,
+    num_runs,
+    read_prompts,
+    recommend,
+)
 from qtool.runtime.speculation.speculator import Speculator
 from qtool.runtime.tokenizer import Tokenizer
 from tests.runtime.drafters import ScriptedDrafter, knowing, rubbish
@@ -131,8 +138,8 @@ def test_a_report_finds_what_pays_and_what_does_not() -> None:
     calls: list[None] = []
     params = SamplingParams(max_tokens=60, temperature=0)
     prompts = [[5, 6, 7], [8, 9], [3]]
-    report = make_report(engine, times, drafters, prompts, params, [1, 3], lambda: calls.append(None))
-    assert len(calls) == num_runs(2, 2)
+    report = make_report(engine, times, drafters, prompts, params, [1, 3], 2, lambda: calls.append(None))
+    assert len(calls) == num_runs(2, 2, 2)
     ngram, wrong = report.drafters
     assert (ngram.name, wrong.name) == ("ngram", "rubbish")
     assert ngram.answers_differ == wrong.answers_differ == 0
@@ -153,7 +160,7 @@ def test_a_report_expects_of_short_drafts_no_more_than_they_have() -> None:
 
     params = SamplingParams(max_tokens=200, temperature=0)
     drafters: dict[str, list[Drafter]] = {"short": [ScriptedDrafter(guess)]}
-    report = make_report(engine, StepTimes(FLAT), drafters, [[5, 6, 7]], params, [1], lambda: None)
+    report = make_report(engine, StepTimes(FLAT), drafters, [[5, 6, 7]], params, [1], 1, lambda: None)
     (short,) = report.drafters
     assert min(short.rates) == 1
     longest = short.settings[-1]
@@ -163,10 +170,12 @@ def test_a_report_expects_of_short_drafts_no_more_than_they_have() -> None:
 
 def test_the_fastest_by_all_batch_sizes_is_recommended_or_none() -> None:
     def measured(name: str, *speedups: float) -> DrafterReport:
-        return DrafterReport(name, [], 0.0, 0.0, [], dict(enumerate(speedups, 1)), 0)
+        found = {batch: Speedup(one, one - 0.1, one + 0.1) for batch, one in enumerate(speedups, 1)}
+        return DrafterReport(name, [], 0.0, 0.0, [], found, 0)
 
     assert recommend([measured("a", 1.5, 0.9), measured("b", 1.2, 1.2)]) == "b"
     assert recommend([measured("a", 1.2, 0.85), measured("b", 0.9, 0.9)]) == "off"
+    assert recommend([measured("a", 1.05, 1.06)]) == "off"  # it may as well have lost
     assert recommend([]) == "off"
 
 

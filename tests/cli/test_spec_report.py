@@ -1,0 +1,30 @@
+import json
+from pathlib import Path
+
+from tests.cli.conftest import Qtool
+
+
+def test_a_report_has_the_spread_of_what_was_measured(qtool: Qtool, tiny: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("import numpy as np\nclass Tokenizer\n")
+    options = ("--prompts", prompts, "--speculative", "ngram", "--batch", "2", "--max-tokens", "8")
+    ended = qtool("spec-report", tiny, *options, "--repeats", "2", "--json")
+    assert ended.code == 0, ended.err
+    report = json.loads(ended.out)
+    (ngram,) = report["drafters"]
+    assert (report["num_prompts"], ngram["name"], ngram["answers_differ"]) == (2, "ngram", 0)
+    speedup = ngram["measured"]["2"]
+    assert 0 < speedup["lowest"] <= speedup["median"] <= speedup["highest"]
+
+    ended = qtool("spec-report", tiny, *options)
+    assert ended.code == 0, ended.err
+    assert "Recommended: --speculative" in ended.out
+
+
+def test_prompts_that_cannot_be_read_are_refused(qtool: Qtool, tiny: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    for text, said in (("\n", "holds no prompts"), ('{"text": 1}\n', "prompts.jsonl:1: has neither")):
+        prompts.write_text(text)
+        ended = qtool("spec-report", tiny, "--prompts", prompts)
+        assert (ended.code, ended.out) == (2, "")
+        assert said in ended.err
