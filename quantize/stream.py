@@ -124,6 +124,7 @@ def _quantize_layer(
     with runner.layer(index, checkpoint_weights(runner.checkpoint)) as module:
         with attention.recording():
             statistics, kv_scales = _calibrate(runner, index, hidden, chosen, plan)
+        release_freed_memory()
         output_error = None
         if reference is not None:
             runner.advance(index, reference)
