@@ -16,9 +16,10 @@ from torch import Tensor
 from qtool.calibrate.layers import Weights
 from qtool.calibrate.skeleton import PREFIX
 from qtool.core.activation import Activation
-from qtool.core.files import refuse_existing, rename_new, sha256, write_text
+from qtool.core.files import refuse_existing, rename_new, write_text
 from qtool.core.formats.compressed_tensors import decode
 from qtool.core.formats.kv_cache import KvLayout
+from qtool.core.kept import has_kept, is_whole, keep
 from qtool.core.manifest import LinearRecord
 from qtool.core.qtensor import KvScales
 from qtool.core.records import read_json
@@ -97,14 +98,13 @@ class WorkFolder:
         tensors = [lazy(name, layer.tensors.__getitem__) for name in layer.tensors]
         temporary = self.path / "layer.writing"
         write_safetensors(temporary, tensors, PYTORCH | {_RECORDS: json.dumps(records)})
-        write_text(_seal(self.part(index)), sha256(temporary))
-        temporary.replace(self.part(index))
+        keep(temporary, self.part(index))
 
     def drop_damaged(self) -> None:
         """Remove a finished layer whose bytes are not those that were written, and all behind it: they were
         quantized for what it made."""
         parts = sorted(self.path.glob("layer-*.safetensors"))
-        damaged = parts[len(list(takewhile(_is_whole, parts))) :]
+        damaged = parts[len(list(takewhile(is_whole, parts))) :]
         if damaged:
             _log.warning("%s: is damaged; it and what follows it are quantized again", damaged[0])
         for part in damaged:
@@ -148,8 +148,10 @@ class WorkFolder:
     def once(self, name: str, make: Callable[[], str]) -> str:
         """A text that is made the first time, and read when the work is taken up again."""
         file = self.path / name
-        if not file.exists():
-            write_text(file, make())
+        if not has_kept(file):
+            temporary = file.with_suffix(".writing")
+            write_text(temporary, make())
+            keep(temporary, file)
         return file.read_text(encoding="utf-8")
 
     def tensors(self, index: int) -> list[LazyTensor]:
@@ -178,16 +180,6 @@ class WorkFolder:
         """Rename the whole checkpoint to the output, and clean up."""
         rename_new(checkpoint, self._output)
         shutil.rmtree(self.path, ignore_errors=True)
-
-
-def _seal(part: Path) -> Path:
-    """The file with the sha256 of a finished layer."""
-    return part.with_suffix(".sha256")
-
-
-def _is_whole(part: Path) -> bool:
-    seal = _seal(part)
-    return seal.is_file() and seal.read_text(encoding="utf-8") == sha256(part)
 
 
 def lazy(name: str, get_tensor: Callable[[str], Tensor]) -> LazyTensor:

@@ -93,6 +93,26 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+@pytest.mark.parametrize(
+    "file", ["features/part-00001.safetensors", "alone.safetensors", "training-00000006.pt"]
+)
+def test_a_kept_file_that_is_damaged_is_made_anew_to_the_same_bytes(
+    file: str, tiny: Path, tmp_path: Path, course: Callable[..., Course], caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = course("eagle")
+    run(tiny, chosen, tmp_path / "whole")
+    with pytest.raises(KilledError):
+        run(tiny, chosen, tmp_path / "killed", die_at=("training", 8))
+    kept = tmp_path / "killed.partial" / file
+    content = bytearray(kept.read_bytes())
+    content[-len(content) // 3] ^= 1  # among the numbers: no reader would notice
+    kept.write_bytes(content)
+    run(tiny, chosen, tmp_path / "killed")
+    assert [record.getMessage() for record in caplog.records] == [f"{kept}: is damaged; it is made anew"]
+    for name in ("head.json", "head.safetensors", "training.json"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
 def test_sequences_are_text_or_the_models_own_answers_with_its_hidden_states(
     tiny: Path, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qtool.compile.hidden import FINAL
+from qtool.core.kept import has_kept, keep
 from qtool.errors import QtoolError
 from qtool.runtime.engines.contract import Engine, Floats, Step
 from qtool.runtime.speculation.training.corpus import CorpusOptions, Seed, complete
@@ -40,14 +41,14 @@ def collect(
 ) -> list[Path]:
     """Complete the seeds and write their hidden states, a file for every `SEQUENCES_A_SHARD` of them.
 
-    A file that is there is taken as it is, so that a collection that was killed goes on. `advance` is called
-    after each file.
+    A file that is there and whole is taken as it is, so that a collection that was killed goes on. `advance`
+    is called after each file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards = []
     for start in range(0, len(seeds), SEQUENCES_A_SHARD):
         shard = folder / f"part-{start // SEQUENCES_A_SHARD:05}.safetensors"
-        if not shard.is_file():
+        if not has_kept(shard):
             part = seeds[start : start + SEQUENCES_A_SHARD]
             given = [len(seed.tokens) if seed.own else 0 for seed in part]
             _write(engine, list(complete(engine, part, options, stop, start)), given, shard)
@@ -72,7 +73,7 @@ def _write(engine: Engine, sequences: Sequence[Sequence[int]], given: Sequence[i
     }
     temporary = shard.with_suffix(".partial")
     save_file(tensors, temporary)
-    temporary.replace(shard)
+    keep(temporary, shard)
 
 
 def hidden_of(engine: Engine, tokens: Sequence[int]) -> Floats:
@@ -96,8 +97,8 @@ def hidden_of(engine: Engine, tokens: Sequence[int]) -> Floats:
 
 def hidden_alone(engine: Engine, prefix: Sequence[int], file: Path) -> Tensor:
     """The final hidden state [V, hidden] of every token with no text of its own before it, only a block of
-    `prefix`, repeated. Kept in `file`, and taken from there if that is there."""
-    if file.is_file():
+    `prefix`, repeated. Kept in `file`, and taken from there if that is whole."""
+    if has_kept(file):
         kept: Tensor = load_file(file)["hidden"]
         return kept
     assert engine.hidden_states is not None, "the caller has looked"
@@ -121,7 +122,7 @@ def hidden_alone(engine: Engine, prefix: Sequence[int], file: Path) -> Tensor:
     hidden = torch.cat(parts).float()
     temporary = file.with_suffix(".partial")
     save_file({"hidden": hidden}, temporary)
-    temporary.replace(file)
+    keep(temporary, file)
     return hidden
 
 

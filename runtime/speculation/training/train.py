@@ -12,11 +12,12 @@ from torch import Tensor
 
 from qtool.compile.heads.config import HeadKind
 from qtool.compile.heads.head import Head
+from qtool.core.kept import drop, has_kept, keep
 from qtool.errors import QtoolError, UsageError
 from qtool.runtime.speculation.training.batches import Batches
 from qtool.runtime.speculation.training.network import Batch, Network, acceptance
 
-_STATE = "training.pt"
+_STATES = "training-*.pt"
 _WARM_UP = 30
 """Steps in which the learning rate rises."""
 _LAST_SHARE = 0.1
@@ -99,7 +100,7 @@ def train(
     optimizer = torch.optim.AdamW(_groups(network, options), betas=(0.9, 0.95), weight_decay=0.0)
     rates = [group["lr"] for group in optimizer.param_groups]
     total = max(1, round(options.epochs * batches.num_batches))
-    step, loss, before = _resume(folder / _STATE, network, optimizer)
+    step, loss, before = _resume(folder, network, optimizer)
     if step == 0:
         before = tuple(acceptance(network, held_out, options.depth))
     for batch in _from(batches, step, total):
@@ -118,7 +119,7 @@ def train(
         loss = _KEPT * loss + (1 - _KEPT) * lost
         told(step, total, _mean(loss, step))
         if step % options.save_every == 0:
-            _save(folder / _STATE, network, optimizer, step, loss, before)
+            _save(folder, network, optimizer, step, loss, before)
     report = TrainReport(
         steps=step,
         loss=_mean(loss, step),
@@ -178,7 +179,7 @@ def _schedule(step: int, total: int) -> float:
 
 
 def _save(
-    path: Path,
+    folder: Path,
     network: Network,
     optimizer: torch.optim.Optimizer,
     step: int,
@@ -192,18 +193,22 @@ def _save(
         "loss": loss,
         "before": before,
     }
-    temporary = path.with_suffix(".partial")
+    older = list(folder.glob(_STATES))
+    temporary = folder / "training.partial"
     torch.save(state, temporary)
-    temporary.replace(path)
+    keep(temporary, folder / _STATES.replace("*", f"{step:08}"))
+    for file in older:
+        drop(file)
 
 
 def _resume(
-    path: Path, network: Network, optimizer: torch.optim.Optimizer
+    folder: Path, network: Network, optimizer: torch.optim.Optimizer
 ) -> tuple[int, float, tuple[float, ...]]:
     """Take up saved state: the steps done, the average loss as it is kept, and the acceptance before them."""
-    if not path.is_file():
+    saved = next(filter(has_kept, sorted(folder.glob(_STATES), reverse=True)), None)
+    if saved is None:
         return 0, 0.0, ()
-    state = torch.load(path, weights_only=True, map_location="cpu")
+    state = torch.load(saved, weights_only=True, map_location="cpu")
     network.load_state_dict(state["network"])
     optimizer.load_state_dict(state["optimizer"])
     return state["step"], state["loss"], tuple(state["before"])
