@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from qtool.compile.abilities import check_dynamic_quantization, check_schemes
@@ -25,6 +26,26 @@ DRAFT_FOLDER = "draft"
 """In an engine's folder: the draft heads that were compiled with it, or the engine of a draft model."""
 
 
+@dataclass(frozen=True)
+class Draft:
+    """What is compiled with an engine to draft for it."""
+
+    folder: Path
+    model: EngineSpec | None
+    """Of a draft model's engine; None: the folder holds heads."""
+
+
+def find_draft(folder: Path) -> Draft:
+    """What a folder holds that drafts. UsageError when it is missing, QtoolError for a damaged engine."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder; wanted draft heads or the engine of a draft model")
+    if (folder / HEAD_CONFIG).is_file() or not (folder / ENGINE).is_file():
+        return Draft(folder, None)
+    spec = read_spec(folder)
+    check_files(folder, spec)
+    return Draft(folder, spec)
+
+
 def compile_engine(
     checkpoint: Path,
     target: str,
@@ -34,7 +55,7 @@ def compile_engine(
     openvino: OpenVinoOptions | None = None,
     tensorrt: TensorRtOptions | None = None,
     hidden_states: str | None = None,
-    draft: Path | None = None,
+    draft: Draft | None = None,
     progress: Callable[[str, float], None] = lambda phase, share: None,
 ) -> EngineSpec:
     """Compile the checkpoint folder for `target` into the new folder `output`, whole or not at all.
@@ -45,9 +66,9 @@ def compile_engine(
     may round while it computes. `progress` is told the phase of a build that takes long, and the share of it
     that is done.
 
-    `hidden_states` says what the engine gives of a token beside logits, see `hidden.parse_layers`. `draft` is
-    a folder of draft heads, which are compiled into ``draft``, and the engine gives what they read; or the
-    engine of a draft model, which is copied there.
+    `hidden_states` says what the engine gives of a token beside logits, see `hidden.parse_layers`. Heads that
+    `draft` names are compiled into ``draft``, and the engine gives what they read; a draft model's engine is
+    copied there.
 
     Raises UsageError for an unknown target, precision or layer, for options of another target, for a scheme
     that the target does not execute and for an output that exists, QtoolError for a checkpoint that is
@@ -64,11 +85,10 @@ def compile_engine(
         )
     config = read_config(source.config, str(checkpoint / "config.json"))
     layers = () if hidden_states is None else parse_layers(hidden_states, config.num_layers)
-    heads, model = _drafts(draft)
     head = None
-    if heads is not None:
-        head = read_head(heads, checkpoint)
-        warn_of_another_target(head.config, heads, checkpoint)
+    if draft is not None and draft.model is None:
+        head = read_head(draft.folder, checkpoint)
+        warn_of_another_target(head.config, draft.folder, checkpoint)
         layers = tuple(dict.fromkeys((*layers, *head.config.hidden_layers)))
     if tensorrt is not None:
         check_limits(tensorrt, config, checkpoint)
@@ -91,26 +111,9 @@ def compile_engine(
             (folder / DRAFT_FOLDER).mkdir()
             kv_bytes = next(iter(chosen.kv_bytes.values()))
             write_head(head, target, folder / DRAFT_FOLDER, block_size=chosen.block_size, kv_bytes=kv_bytes)
-        if model is not None:
-            shutil.copytree(model, folder / DRAFT_FOLDER, ignore=shutil.ignore_patterns(DRAFT_FOLDER))
+        elif draft is not None:
+            shutil.copytree(draft.folder, folder / DRAFT_FOLDER, ignore=shutil.ignore_patterns(DRAFT_FOLDER))
     return spec
-
-
-def _drafts(draft: Path | None) -> tuple[Path | None, Path | None]:
-    """The folder of heads, or that of a draft model's engine."""
-    if draft is None:
-        return None, None
-    if not draft.is_dir():
-        raise UsageError(f"{draft}: no such folder; wanted draft heads or the engine of a draft model")
-    return (None, draft) if is_draft_engine(draft) else (draft, None)
-
-
-def is_draft_engine(folder: Path) -> bool:
-    """Whether it holds the engine of a draft model, and no heads. QtoolError for one that is damaged."""
-    if not (folder / ENGINE).is_file() or (folder / HEAD_CONFIG).is_file():
-        return False
-    check_files(folder, read_spec(folder))
-    return True
 
 
 def _copy_companions(checkpoint: Path, folder: Path) -> None:

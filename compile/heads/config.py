@@ -11,6 +11,8 @@ from qtool.core.records import read_record
 from qtool.errors import UsageError
 
 HEAD_CONFIG = "head.json"
+WANTED = "wanted draft heads; compile --draft also takes a draft model's engine, which has an engine.json"
+"""What a folder that holds no heads is told."""
 HeadKind = Literal["medusa", "eagle", "eagle3"]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from qtool.compile.config import DecoderConfig, read_config
 from qtool.compile.decoder import EMBEDDING
 from qtool.compile.decoder import HEAD as OUTPUT
-from qtool.compile.heads.config import HEAD_CONFIG, HeadConfig, read_head_config, refuse_file
+from qtool.compile.heads.config import HEAD_CONFIG, WANTED, HeadConfig, read_head_config, refuse_file
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.qtensor import Linear
@@ -142,7 +142,7 @@ def read_head(folder: Path, checkpoint: Path | None = None) -> Head:
     elif (folder / "config.json").is_file():
         head = read_published(folder, None if checkpoint is None else _target(checkpoint)[1].num_layers)
     else:
-        raise UsageError(f"{folder}: holds neither {HEAD_CONFIG} nor config.json; wanted a draft head")
+        raise UsageError(f"{folder}: holds neither {HEAD_CONFIG} nor config.json; {WANTED}")
     if checkpoint is not None:
         head = complete(head, checkpoint)
     return check(head, str(folder))

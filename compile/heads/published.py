@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.compile.heads.config import HeadConfig
+from qtool.compile.heads.config import WANTED, HeadConfig
 from qtool.compile.heads.head import LM_HEAD, TOKENS, Head, every_token, read_tensors
 from qtool.compile.hidden import FINAL, HiddenLayer, eagle3_layers
 from qtool.core.records import read_json
@@ -64,13 +64,13 @@ def read_published(folder: Path, num_layers: int | None = None) -> Head:
     config = read_json(folder / "config.json")
     file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if file is None:
-        raise UsageError(f"{folder}: holds none of {', '.join(_FILES)}; wanted a draft head")
+        raise UsageError(f"{folder}: holds none of {', '.join(_FILES)}; {WANTED}")
     tensors = _load(file)
     if "medusa_num_heads" in config:
         return _medusa(folder, config, tensors)
     named = {_ours(name): tensor for name, tensor in tensors.items() if not _UNUSED.match(name)}
     if "fc.weight" not in named:
-        raise UsageError(f"{file}: has no fc, and config.json no medusa_num_heads; wanted a draft head")
+        raise UsageError(f"{file}: has no fc, and config.json no medusa_num_heads; {WANTED}")
     return _eagle(folder, config, named, num_layers)
 
 

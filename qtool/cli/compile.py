@@ -8,7 +8,6 @@ import typer
 
 if TYPE_CHECKING:
     from qtool.core.recipe import CompileTarget, OpenVinoOptions, TensorRtOptions
-    from qtool.runtime.tokenizer import Tokenizer
 
     Options = TypeVar("Options", OpenVinoOptions, TensorRtOptions)
 
@@ -89,6 +88,7 @@ def compile_(
     from qtool.core.files import refuse_existing
     from qtool.core.recipe import CompileTarget, OpenVinoOptions, TensorRtOptions
     from qtool.core.sources import resolve
+    from qtool.runtime.speculation.draft_model import refuse_other_vocabulary
     from qtool.runtime.tokenizer import Tokenizer
 
     refuse_existing(output)  # before a model is downloaded in vain
@@ -107,10 +107,11 @@ def compile_(
     check_target(target, kv_cache, options, openvino)
     model = resolve(checkpoint)
     tokenizer = Tokenizer.load(model)  # an engine without one cannot be served
-    from qtool.compile.build import compile_engine  # torch, once all that can be refused without it is
+    from qtool.compile.build import compile_engine, find_draft  # torch, once all that needs none is checked
 
-    if draft is not None:
-        _refuse_other_vocabulary(tokenizer, draft)
+    drafts = None if draft is None else find_draft(draft)
+    if drafts is not None and drafts.model is not None:
+        refuse_other_vocabulary(tokenizer, Tokenizer.load(drafts.folder), drafts.model.vocab_size)
     with share_bar(f"compiling for {target}") as progress:
         compile_engine(
             model,
@@ -120,7 +121,7 @@ def compile_(
             openvino=openvino,
             tensorrt=_with_onnx(options) if verify and target.startswith("tensorrt") else options,
             hidden_states=hidden_states,
-            draft=draft,
+            draft=drafts,
             progress=progress,
         )
     if verify:
@@ -130,17 +131,6 @@ def compile_(
             if target.startswith("tensorrt") and not (options and options.keep_onnx):
                 _drop_onnx(output)
     typer.echo(output)
-
-
-def _refuse_other_vocabulary(tokenizer: "Tokenizer", draft: Path) -> None:
-    """Raise UsageError for the engine of a draft model that means something else by a token."""
-    from qtool.compile.build import is_draft_engine
-    from qtool.compile.engine import read_spec
-    from qtool.runtime.speculation.draft_model import refuse_other_vocabulary
-    from qtool.runtime.tokenizer import Tokenizer
-
-    if is_draft_engine(draft):
-        refuse_other_vocabulary(tokenizer, Tokenizer.load(draft), read_spec(draft).vocab_size)
 
 
 def _verify(engine: Path, checkpoint: Path) -> None:

@@ -66,6 +66,11 @@ def test_a_draft_models_engine_is_compiled_in_and_found_by_auto(
     assert ended.code == 1
     assert "holds no *.bin" in ended.err
 
+    (small / "engine.json").unlink()
+    ended = qtool("compile", tiny, "--target", "reference", "--draft", small, "-o", tmp_path / "other")
+    assert ended.code == 2
+    assert "medusa_lm_head.pt; wanted draft heads; compile --draft also takes a draft model's" in ended.err
+
 
 def test_a_draft_models_engine_with_another_vocabulary_is_refused(
     qtool: Qtool, tiny: Path, tmp_path: Path

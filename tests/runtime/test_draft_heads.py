@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qtool.compile.backends.reference import Tokens
-from qtool.compile.build import compile_engine
+from qtool.compile.build import compile_engine, find_draft
 from qtool.compile.engine import read_spec
 from qtool.compile.heads.config import HeadKind
 from qtool.compile.heads.eagle import draft
@@ -108,7 +108,7 @@ def test_the_compiled_layer_is_the_torch_one_with_weights_and_inputs_in_8_bits(
     head_folder, engine = tmp_path / "heads", tmp_path / "engine"
     head_folder.mkdir()
     head.save(head_folder)
-    compile_engine(tiny, "openvino", engine, draft=head_folder)
+    compile_engine(tiny, "openvino", engine, draft=find_draft(head_folder))
     as_compiled = OpenVinoLayer(engine / "draft", num_tokens=96)
     read_spec(engine / "draft").model_copy(update={"openvino": None}).save(engine / "draft")
     unrounded = OpenVinoLayer(engine / "draft", num_tokens=96)
@@ -161,7 +161,7 @@ def test_greedy_answers_are_those_without_heads(folder: Path, width: int, tiny: 
 def test_compiled_heads_serve_beside_a_compiled_engine_seeded_and_penalized(
     folder: Path, tiny: Path, tmp_path: Path
 ) -> None:
-    compile_engine(tiny, "openvino", tmp_path / "engine", draft=folder)
+    compile_engine(tiny, "openvino", tmp_path / "engine", draft=find_draft(folder))
     for params in (
         SamplingParams(max_tokens=12, temperature=0, repetition_penalty=1.2, logit_bias={7: 3.0}),
         SamplingParams(max_tokens=12, temperature=0.8, seed=3),
@@ -339,7 +339,7 @@ def test_damaged_heads_are_refused_by_their_file_in_serving_and_compiling(
         with pytest.raises(QtoolError, match=problem):
             open_heads(folder, engine)
         with pytest.raises(QtoolError, match=problem):
-            compile_engine(tiny, "reference", tmp_path / "engine", draft=folder)
+            compile_engine(tiny, "reference", tmp_path / "engine", draft=find_draft(folder))
     with pytest.raises(UsageError, match=r"is a file; name the folder"):
         open_heads(folder / "head.json", engine)
     with pytest.raises(UsageError, match="does not exist"):
