@@ -19,10 +19,9 @@ from qtool.core.activation import Activation
 from qtool.core.files import refuse_existing, rename_new, write_text
 from qtool.core.formats.compressed_tensors import decode
 from qtool.core.formats.kv_cache import KvLayout
-from qtool.core.kept import has_kept, is_whole, keep
+from qtool.core.kept import check_begun, has_kept, is_whole, keep
 from qtool.core.manifest import LinearRecord
 from qtool.core.qtensor import KvScales
-from qtool.core.records import read_json
 from qtool.errors import QtoolError, UsageError
 from qtool.quantize.layer import QuantizedLayer
 from qtool.quantize.plan import Assignment
@@ -30,7 +29,6 @@ from qtool.quantize.writing import PYTORCH, LazyTensor, write_safetensors
 
 _log = logging.getLogger(__name__)
 
-_STATE = "state.json"
 _RECORDS = "linears"
 
 
@@ -56,7 +54,7 @@ def work_folder(output: Path, fingerprint: str) -> Iterator["WorkFolder"]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise UsageError(f"{path}: another run is working there; wait for it") from error
-            _check_state(path, fingerprint)
+            check_begun(path, fingerprint, "recipe, checkpoint, text or version")
             work = WorkFolder(path, output)
             work.drop_damaged()
             yield work
@@ -65,16 +63,6 @@ def work_folder(output: Path, fingerprint: str) -> Iterator["WorkFolder"]:
             f"{path}: cannot be written ({error.strerror or error}); {output} was left alone. Make room, "
             "then give the same command: it resumes from the last finished layer"
         ) from error
-
-
-def _check_state(path: Path, fingerprint: str) -> None:
-    if not (path / _STATE).exists():
-        write_text(path / _STATE, json.dumps({"sha256": fingerprint}))
-    elif read_json(path / _STATE).get("sha256") != fingerprint:
-        raise UsageError(
-            f"{path}: was begun with another recipe, checkpoint, text or version; "
-            "remove the folder to start anew"
-        )
 
 
 class WorkFolder:

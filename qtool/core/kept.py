@@ -3,12 +3,29 @@
 A seal tells a file that the disk damaged, which readers of numbers would take as it is.
 """
 
+import json
 import logging
 from pathlib import Path
 
 from qtool.core.files import sha256, write_text
+from qtool.errors import UsageError
 
 _log = logging.getLogger(__name__)
+
+
+def check_begun(folder: Path, fingerprint: str, inputs: str) -> None:
+    """Note what the work in `folder` is begun for; when it is taken up again, raise UsageError for another.
+
+    `fingerprint` stands for everything that decides the result; `inputs` says in words what that is.
+    """
+    state, text = folder / "state.json", json.dumps({"sha256": fingerprint})
+    if not state.exists():
+        write_text(state, text)
+    elif state.read_bytes() != text.encode():
+        raise UsageError(
+            f"{folder}: was begun with another {inputs}, or {state.name} there is damaged; remove the folder "
+            "to start anew"
+        )
 
 
 def keep(temporary: Path, path: Path) -> None:

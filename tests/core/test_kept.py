@@ -1,10 +1,11 @@
-"""Files that are kept for a later run: taken when they are whole, and else removed."""
+"""Files that are kept for a later run: taken when they are whole and made for the same."""
 
 from pathlib import Path
 
 import pytest
 
-from qtool.core.kept import drop, has_kept, is_whole, keep
+from qtool.core.kept import check_begun, drop, has_kept, is_whole, keep
+from qtool.errors import UsageError
 
 
 @pytest.fixture
@@ -40,3 +41,13 @@ def test_a_damaged_file_is_removed_with_a_warning(
     assert not has_kept(kept)
     assert "part-0.safetensors: is damaged; it is made anew" in caplog.text
     assert not list(kept.parent.iterdir())
+
+
+def test_work_goes_on_with_what_it_was_begun_for(tmp_path: Path) -> None:
+    for _ in range(2):
+        check_begun(tmp_path, "abc", "recipe or text")
+    with pytest.raises(UsageError, match=r"was begun with another recipe or text, .* remove the folder"):
+        check_begun(tmp_path, "abd", "recipe or text")
+    (tmp_path / "state.json").write_bytes(b"\xff")
+    with pytest.raises(UsageError, match=r"or state\.json there is damaged; remove the folder"):
+        check_begun(tmp_path, "abc", "recipe or text")

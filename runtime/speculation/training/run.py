@@ -15,8 +15,8 @@ from qtool.compile.hidden import FINAL, HiddenStates
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.files import new_folder, refuse_existing, resumable, write_text
+from qtool.core.kept import check_begun
 from qtool.core.manifest import versions
-from qtool.core.records import read_json
 from qtool.errors import UsageError
 from qtool.runtime.engines.contract import Engine
 from qtool.runtime.speculation.training.batches import Batches
@@ -34,7 +34,6 @@ from qtool.runtime.speculation.training.train import TrainOptions, TrainReport, 
 from qtool.runtime.tokenizer import Tokenizer
 
 REPORT = "training.json"
-_STATE = "state.json"
 _PREFIX = (
     "There are many things that one can say about it, and about people, and some of them are as follows. "
 )
@@ -74,7 +73,9 @@ def train_head(
     work = output.absolute().with_name(f"{output.name}.partial")
     work.mkdir(parents=True, exist_ok=True)
     with resumable(work):
-        _check_state(work, {**asdict(course), "text": digest(records), "model": str(checkpoint.resolve())})
+        inputs = {**asdict(course), "text": digest(records), "model": str(checkpoint.resolve())}
+        fingerprint = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+        check_begun(work, fingerprint, "checkpoint, text or options")
         num_shards = -(-len(seeds) // 32)
         done = iter(range(1, num_shards + 1))
         shards = collect(
@@ -127,13 +128,3 @@ def _hidden_states(engine: Engine, config: DecoderConfig, options: HeadOptions) 
     if (given.size, engine.vocab_size) != (config.hidden_size, config.vocab_size):
         raise UsageError("the engine was not compiled from this checkpoint: their sizes differ")
     return given
-
-
-def _check_state(work: Path, course: dict[str, object]) -> None:
-    fingerprint = hashlib.sha256(json.dumps(course, sort_keys=True).encode()).hexdigest()
-    if not (work / _STATE).exists():
-        write_text(work / _STATE, json.dumps({"sha256": fingerprint}))
-    elif read_json(work / _STATE).get("sha256") != fingerprint:
-        raise UsageError(
-            f"{work}: was begun with another checkpoint, text or options; remove the folder to start anew"
-        )
