@@ -20,10 +20,13 @@ from tests.compile.test_reference import TOKENS, transformers_logits
 
 BOUND = 1e-4
 """All run in float32; what is left is the order of the sums."""
-ROUNDED = 0.7
+ROUNDED = 0.5
 """Of the distance to the dense model. Where a sum lies between two codes, its last bit decides which one the
-input of the next linear becomes: a step of 1/127 of the token's largest, seldom in fp8, in most tokens in
-int8 (compressed-tensors puts the largest input of a token at 127.5, between two codes): 0.52 was seen."""
+input of the next linear becomes, and all that follows: the reference moves by up to 0.41 where its embeddings
+and norms are moved by 3e-7, and by 0.65 or more where inputs are not rounded at all."""
+TIED = {"int8 dynamic": 0.7, "int4 int8 dynamic": 0.12}
+"""The same where most tokens have such a sum: compressed-tensors puts the largest input of a token at 127.5,
+between two codes. OpenVINO is 0.52 and 0.10 away; inputs that are not rounded at all, 0.93 and 0.135."""
 GPTQ = {
     "v1": {},
     "v2": {"version": "gptq_v2"},
@@ -53,7 +56,7 @@ def assert_same(found: Floats, wanted: Floats, dense: Floats, name: str) -> None
     rounds = COMPRESSED[name][2] is not None
     distance = difference(dense, wanted)
     assert distance > 0.05
-    assert difference(found, wanted) < (ROUNDED * distance if rounds else BOUND)
+    assert difference(found, wanted) < (TIED.get(name, ROUNDED) * distance if rounds else BOUND)
     if rounds and "int8 dynamic" not in name:
         rows = np.abs(found - wanted).max(1) / np.abs(wanted).max()
         assert np.median(rows) < 0.05 * distance
