@@ -43,7 +43,10 @@ def train_draft(
     own_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of texts that the model continues by itself.")
     ] = 0.5,
-    draft_vocab: Annotated[int, typer.Option(min=1, help="Tokens that the heads can propose.")] = 8192,
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens that the heads can propose; 8192 by default, or all if fewer."),
+    ] = None,
     learning_rate: Annotated[
         float | None, typer.Option(min=0, help="Its highest value; by default what suits the kind.")
     ] = None,

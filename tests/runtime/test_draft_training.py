@@ -169,6 +169,15 @@ def test_too_little_text_is_said(tiny: Path, tmp_path: Path, course: Callable[..
     assert not (tmp_path / "heads.partial").exists()
 
 
+def test_more_tokens_of_a_head_than_the_model_has_are_refused_at_once(
+    tiny: Path, tmp_path: Path, course: Callable[..., Course]
+) -> None:
+    chosen = replace(course("medusa"), head=HeadOptions("medusa", draft_vocab_size=321))
+    with pytest.raises(UsageError, match="--draft-vocab is 321, and the model has 320 tokens; give 320 at"):
+        run(tiny, chosen, tmp_path / "heads")
+    assert not (tmp_path / "heads.partial").exists()
+
+
 def test_training_that_diverges_ends_and_writes_no_heads(
     tiny: Path, tmp_path: Path, course: Callable[..., Course]
 ) -> None:

@@ -24,6 +24,7 @@ from qtool.runtime.speculation.training.corpus import CorpusOptions, read_seeds
 from qtool.runtime.speculation.training.features import collect, hidden_alone, read_shard
 from qtool.runtime.speculation.training.start import (
     HeadOptions,
+    draft_vocab_size,
     fit_start,
     frequent_tokens,
     layers_read,
@@ -61,12 +62,14 @@ def train_head(
 
     ``OUTPUT.partial`` keeps hidden states and the state of training, so that a run that was killed goes on
     from its last saved step; it goes when all is done. Raises UsageError when `output` exists, when the
-    folder was begun otherwise, and for an engine that gives no hidden states.
+    folder was begun otherwise, for an engine that gives no hidden states, and for more tokens of a head than
+    the model has.
     """
     refuse_existing(output)
     source = Checkpoint(checkpoint)
     config = read_config(source.config, str(checkpoint / "config.json"))
     given = _hidden_states(engine, config, course.head)
+    draft_vocab = draft_vocab_size(course.head, config.vocab_size)
     weights, tokenizer = CheckpointWeights(config, source), Tokenizer.load(checkpoint)
     records = load_records(course.data)
     seeds = read_seeds(tokenizer, records, course.corpus)
@@ -87,8 +90,7 @@ def train_head(
             lambda: told("collecting", next(done), num_shards, ""),
         )
         sequences = (example.tokens.tolist() for shard in shards for example in read_shard(shard))
-        count = min(course.head.draft_vocab_size, config.vocab_size)
-        tokens = frequent_tokens(sequences, count, config.vocab_size)
+        tokens = frequent_tokens(sequences, draft_vocab, config.vocab_size)
         head = new_head(course.head, config, weights, tokens)
         batches = Batches(shards, given, head.config.hidden_layers, course.training.batch_size)
         if course.head.kind == "eagle":

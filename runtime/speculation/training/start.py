@@ -21,16 +21,30 @@ _DAMPING = 1 / 16
 """Of what feeds the matrices that start at zero. Adam moves all weights alike, and a last layer's inner
 values are so large that its first steps would undo the fitted start."""
 
+_DRAFT_VOCAB = 8192
+
 
 @dataclass(frozen=True)
 class HeadOptions:
     """What kind of head, and how large."""
 
     kind: HeadKind
-    draft_vocab_size: int = 8192
-    """Tokens that it can propose; all of the target's if that is fewer."""
+    draft_vocab_size: int | None = None
+    """Tokens that it can propose; None: 8192, or all of the target's if those are fewer."""
     num_heads: int = 4
     """Of Medusa."""
+
+
+def draft_vocab_size(options: HeadOptions, vocab_size: int) -> int:
+    """Tokens that a head can propose of the target's `vocab_size`. UsageError when more are asked for."""
+    if options.draft_vocab_size is None:
+        return min(_DRAFT_VOCAB, vocab_size)
+    if options.draft_vocab_size > vocab_size:
+        raise UsageError(
+            f"--draft-vocab is {options.draft_vocab_size}, and the model has {vocab_size} tokens; give "
+            f"{vocab_size} at most"
+        )
+    return options.draft_vocab_size
 
 
 def frequent_tokens(sequences: Iterable[Sequence[int]], count: int, vocab_size: int) -> Tensor:
