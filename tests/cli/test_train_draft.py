@@ -1,6 +1,7 @@
 """``qtool train-draft`` and ``qtool compile --draft``, as typed."""
 
 import json
+import re
 from pathlib import Path
 
 from qtool.runtime.engines import open_engine
@@ -20,7 +21,8 @@ def test_heads_are_trained_compiled_with_the_engine_and_printed_as_folders(
     ended = qtool("train-draft", tiny, "--kind", "eagle", "--data", data, "-o", heads, *small)
     assert (ended.code, ended.out) == (0, f"{heads}\n"), ended.err
     assert "tokens a step" in ended.err
-    assert "collecting" in ended.err
+    for part in ("collecting", "fitting", "judging the start", "training", "judging the heads"):
+        assert re.search(rf"^{part} (\d+)/\1\b", ended.err, re.MULTILINE), part
     record = json.loads((heads / "training.json").read_text())
     assert record["course"]["head"]["kind"] == "eagle"
     assert len(record["report"]["acceptance"]) == 2

@@ -1,7 +1,7 @@
 """The order in which collected sequences are learned from: the same one however often a run is resumed."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +80,13 @@ class Batches:
                 hidden[..., self._given.columns(FINAL)],
                 torch.stack([torch.arange(length) >= example.num_given for example in chosen]),
             )
+
+
+def watched(batches: Iterable[Batch], done: Callable[[], None]) -> Iterator[Batch]:
+    """The batches; `done` is called after each."""
+    for batch in batches:
+        yield batch
+        done()
 
 
 def _lengths(shard: Path) -> list[int]:

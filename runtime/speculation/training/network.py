@@ -1,6 +1,6 @@
 """Draft heads as trainable modules, and what each loses on a batch of the target's own sequences."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -149,7 +149,7 @@ class Network(nn.Module):
 
 
 @torch.no_grad()
-def acceptance(network: Network, batches: Sequence[Batch], depth: int) -> list[float]:
+def acceptance(network: Network, batches: Iterable[Batch], depth: int) -> list[float]:
     """Of each draft, the share that a greedy target would accept where it accepted those before, in running
     text and in answers.
 

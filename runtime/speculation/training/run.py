@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -19,10 +19,11 @@ from qtool.core.kept import check_begun
 from qtool.core.manifest import versions
 from qtool.errors import UsageError
 from qtool.runtime.engines.contract import Engine
-from qtool.runtime.speculation.training.batches import Batches
+from qtool.runtime.speculation.training.batches import Batches, watched
 from qtool.runtime.speculation.training.corpus import CorpusOptions, read_seeds
 from qtool.runtime.speculation.training.features import collect, hidden_alone, read_shard
 from qtool.runtime.speculation.training.start import (
+    FIT_EPOCHS,
     HeadOptions,
     draft_vocab_size,
     fit_start,
@@ -31,7 +32,7 @@ from qtool.runtime.speculation.training.start import (
     new_head,
     target_output,
 )
-from qtool.runtime.speculation.training.train import TrainOptions, TrainReport, train
+from qtool.runtime.speculation.training.train import Told, TrainOptions, TrainReport, train
 from qtool.runtime.tokenizer import Tokenizer
 
 REPORT = "training.json"
@@ -39,9 +40,6 @@ _PREFIX = (
     "There are many things that one can say about it, and about people, and some of them are as follows. "
 )
 """Says nothing: the text before every token of the vocabulary when it is looked at alone."""
-
-Told = Callable[[str, int, int, str], None]
-"""Is told what goes on, how many of its steps are done, of how many, and a word on it."""
 
 
 @dataclass(frozen=True)
@@ -94,18 +92,24 @@ def train_head(
         head = new_head(course.head, config, weights, tokens)
         batches = Batches(shards, given, head.config.hidden_layers, course.training.batch_size)
         if course.head.kind == "eagle":
-            told("fitting", 0, 1, "")
+            fitted, num_steps = count(1), FIT_EPOCHS * batches.num_batches
+            told("fitting", 0, num_steps, "")
             prefix = tokenizer.encode(_PREFIX, add_special_tokens=False)
             alone = hidden_alone(engine, prefix, work / "alone.safetensors")
-            head = fit_start(head, alone, lambda: batches.load(batches.epoch(0)))
-            told("fitting", 1, 1, "")
+            head = fit_start(
+                head,
+                alone,
+                lambda: watched(
+                    batches.load(batches.epoch(0)), lambda: told("fitting", next(fitted), num_steps, "")
+                ),
+            )
         trained, report = train(
             head,
             target_output(config, weights),
             batches,
             course.training,
             work,
-            lambda step, total, loss: told("training", step, total, f"loss {loss:.3f}"),
+            told,
             torch.device(device),
         )
     trained = replace(trained, config=trained.config.model_copy(update={"target": weight_digests(source)}))

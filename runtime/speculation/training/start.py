@@ -148,6 +148,8 @@ _PENALTY = 1e-3
 """Of least squares, relative to the mean of the squares."""
 _SHRINK = 20
 """A token's own mean counts as much as the fit for all tokens once it was seen so often."""
+FIT_EPOCHS = 2
+"""Times that `fit_start` goes through all batches."""
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 
 import torch
@@ -14,8 +14,11 @@ from qtool.compile.heads.config import HeadKind
 from qtool.compile.heads.head import Head
 from qtool.core.kept import drop, has_kept, keep
 from qtool.errors import QtoolError, UsageError
-from qtool.runtime.speculation.training.batches import Batches
+from qtool.runtime.speculation.training.batches import Batches, watched
 from qtool.runtime.speculation.training.network import Batch, Network, acceptance
+
+Told = Callable[[str, int, int, str], None]
+"""Is told what goes on, how many of its steps are done, of how many, and a word on it."""
 
 _STATES = "training-*.pt"
 _WARM_UP = 30
@@ -87,13 +90,13 @@ def train(
     batches: Batches,
     options: TrainOptions,
     folder: Path,
-    told: Callable[[int, int, float], None],
+    told: Told,
     device: torch.device,
 ) -> tuple[Head, TrainReport]:
     """Train a head; what comes of it is the same bytes whether or not the run was interrupted.
 
     `target_output` is the target's output matrix [V, hidden]. State is kept in `folder`. `told` is called
-    after each step with its number, how many there are, and the loss.
+    after each step, with the loss, and after each batch of sequences that are judged.
     """
     network = Network(head.config, head.tensors, target_output, device)
     held_out = [batch.to(device) for batch in batches.load(batches.held_out)]
@@ -102,7 +105,7 @@ def train(
     total = max(1, round(options.epochs * batches.num_batches))
     step, loss, before = _resume(folder, network, optimizer)
     if step == 0:
-        before = tuple(acceptance(network, held_out, options.depth))
+        before = _judge("judging the start", network, held_out, options.depth, told)
     for batch in _from(batches, step, total):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * _schedule(step, total)
@@ -117,19 +120,28 @@ def train(
         if not math.isfinite(lost):
             raise _diverged(step, folder, rates)
         loss = _KEPT * loss + (1 - _KEPT) * lost
-        told(step, total, _mean(loss, step))
+        told("training", step, total, f"loss {_mean(loss, step):.3f}")
         if step % options.save_every == 0:
             _save(folder, network, optimizer, step, loss, before)
     report = TrainReport(
         steps=step,
         loss=_mean(loss, step),
         start_acceptance=before,
-        acceptance=tuple(acceptance(network, held_out, options.depth)),
+        acceptance=_judge("judging the heads", network, held_out, options.depth, told),
     )
     trained = network.head()
     if not all(bool(tensor.isfinite().all()) for tensor in trained.tensors.values()):
         raise _diverged(step, folder, rates)
     return trained, report
+
+
+def _judge(
+    part: str, network: Network, held_out: Sequence[Batch], depth: int, told: Told
+) -> tuple[float, ...]:
+    """The `acceptance` on batches that are not learned from."""
+    done = count(1)
+    batches = watched(held_out, lambda: told(part, next(done), len(held_out), ""))
+    return tuple(acceptance(network, batches, depth))
 
 
 def _diverged(step: int, folder: Path, rates: Sequence[float]) -> QtoolError:
