@@ -1,5 +1,6 @@
 """How many drafts a step verifies: what they should bring against what they should cost."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ GUESS_WEIGHT = 2.0
 _MARGIN, _BATCH_MARGIN = 1.03, 1.1
 """What speculation has to promise, over none, to be used: estimates are noisy, and of a batch more so, whose
 steps with drafts have rows of all numbers, few of which were seen lately."""
+_MOST_DELAY = 0.03
+"""Of a step that takes in prompts, what drafts may add to it: the first token is to come when it came."""
 _OWN_RATE = 0.1
 _COMMON_RATE = 0.02
 _KEPT = 0.995
@@ -146,16 +149,25 @@ class StepTimes:
         whole, alone = (self.step_ms(one.tokens, one.context) for one in (load, decoding))
         return max(whole - alone, 0.0)
 
+    def most_delay_ms(self, load: StepLoad, decoding: StepLoad) -> float:
+        """What drafts may add to a step with such a load: little where prompts wait for their first token."""
+        return math.inf if load == decoding else _MOST_DELAY * self.step_ms(load.tokens, load.context)
+
     def changing_ms(self, rows: Doubles) -> Doubles:
         """What is charged to steps [...] for another number of rows than the last one had."""
         if self._last_rows is None:
             return np.zeros_like(rows)
-        return np.where(np.rint(rows) == self._last_rows, 0.0, self._change_share * self.change_ms)
+        return np.where(np.rint(rows) == self._last_rows, 0.0, self.charge_ms)
 
     def change_of(self, rows: float) -> float:
         """As `changing_ms`, of one step."""
         alike = self._last_rows is None or round(rows) == self._last_rows
-        return 0.0 if alike else self._change_share * self.change_ms
+        return 0.0 if alike else self.charge_ms
+
+    @property
+    def charge_ms(self) -> float:
+        """What is charged to a step with drafts for a change of rows, there and back."""
+        return self._change_share * self.change_ms
 
     @property
     def prefers_alike(self) -> bool:
@@ -247,7 +259,8 @@ def allot(
     """Give drafts to the sequences that should gain most by them, as long as tokens a second grow.
 
     `load` is the step's without drafts, `decoding` what sequences that decode have in it, each of which gets
-    a token; what the prompts beside them take is left out of the tokens a second. `rates` are the acceptance
+    a token; what the prompts beside them take is left out of the tokens a second, and drafts hardly delay
+    them. `rates` are the acceptance
     rates of the tokens that each of B sequences might have drafted, falling; `pasts` are their lengths; a
     step takes `num_rows` rows more. None gets any where that promises next to nothing.
     """
@@ -261,6 +274,7 @@ def allot(
     ms[1:] += times.extra_ms
     ms += times.changing_ms(rows) - times.beside_ms(load, decoding)
     speeds = expected / ms
+    speeds[ms - ms[0] > times.most_delay_ms(load, decoding)] = 0.0
     best = int(np.argmax(speeds))
     if speeds[best] < margin(decoding) * speeds[0]:
         best = 0

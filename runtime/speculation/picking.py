@@ -180,11 +180,13 @@ class Picker:
         step: Candidates,
     ) -> list[float]:
         """Tokens a millisecond with drafts of 1 to `depth` tokens for the sequences that gain more by them
-        than they do already; 0 where a step can't take them, or none gains."""
+        than they do already; 0 where a step can't take them, none gains, or prompts would wait for them."""
         if self._times is None:
             return [0.0] * depth
         made = [self._records.num_made((drafter.name, 0), tokens) for tokens in range(depth + 1)]
         gains = [list(accumulate(own, initial=0.0)) for own in rates]
+        plain_ms = self._step_ms(step, 0.0, 0.0)
+        slowest_ms = plain_ms + self._times.most_delay_ms(step.load, step.decoding)
         speeds = []
         for tokens in range(1, depth + 1):
             most, rows, context, expected = 0, 0.0, 0.0, float(step.decoding.sequences)
@@ -202,8 +204,8 @@ class Picker:
             if not asked or most > step.rows_left:
                 speeds.append(0.0)
                 continue
-            ms = self._step_ms(step, rows, context) + self._times.extra_ms
-            speeds.append(expected / (ms + drafter.expected_ms(asked)))
+            ms = self._step_ms(step, rows, context) + self._times.extra_ms + drafter.expected_ms(asked)
+            speeds.append(expected / ms if ms <= slowest_ms else 0.0)
         return speeds
 
     def _step_ms(self, step: Candidates, rows: float, context: float) -> float:
@@ -215,8 +217,11 @@ class Picker:
         return self._times.step_ms(rows, context) + self._times.change_of(rows) - beside_ms
 
     def _probe(self, drafter: Drafter, pick: Pick, step: Candidates) -> Pick:
-        """Once in a while, try a drafter that should not pay, on the sequence that arrived last."""
+        """Once in a while, try a drafter that should not pay, on the sequence that arrived last; not while
+        prompts wait for their first token."""
         assert self._times is not None
+        if step.load != step.decoding:
+            return pick
         tokens = min(_PROBED_TOKENS, step.limits[-1], drafter.max_tokens)
         before = self._times.step_ms(step.load.tokens, step.load.context)
         after = self._times.step_ms(step.load.tokens + tokens, step.load.context) + self._times.extra_ms

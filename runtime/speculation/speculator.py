@@ -63,6 +63,8 @@ class Speculator:
         """Whether any of its sequences might have had a draft."""
         self._drafting_ms = self._asked_ms = self._learning_ms = 0.0
         """What the step's drafts took, of that what drafters took that cost something, and learning."""
+        self._charged_ms = 0.0
+        """Of what those took, what this step has to bring: taking in a text serves later steps, too."""
         self._is_probe = False
         self._num_rows = self._num_accepted = self._num_decoding = 0
         """Of the step that runs: rows of drafts, those accepted, and sequences that decode."""
@@ -86,7 +88,8 @@ class Speculator:
             for drafter in self.drafters:
                 drafter.copy_blocks(plan.copies)
         self._owners = {}
-        self._asked_ms, self._is_probe = 0.0, False
+        self._asked_ms = self._charged_ms = 0.0
+        self._is_probe = False
         self._looks = self._num_tokens is not None or self._worth.allows_look or self._looks_again
         self._looks_again = self._wants_hidden and self._looks and self._num_rested > 0
         if not self._looks:
@@ -142,10 +145,12 @@ class Speculator:
             requests = [DraftRequest(sequences[place], pick.counts[place]) for place in places]
             if not requests:
                 continue
-            start = self._clock()
+            start, expected_ms = self._clock(), drafter.expected_ms(requests)
             for place, draft in zip(places, drafter.propose(requests), strict=True):
                 drafts[place] = draft
-            self._asked_ms += 1000 * (self._clock() - start)
+            asked_ms = 1000 * (self._clock() - start)
+            self._asked_ms += asked_ms
+            self._charged_ms += min(asked_ms, expected_ms)
         return drafts
 
     def learn(
@@ -214,14 +219,15 @@ class Speculator:
             self.times.update(load, engine_ms)
         if not self._looks or not self._had_room or self._is_probe:
             return
-        saved_ms = 0.0
+        saved_ms = None
         if rows:
             plain_ms = self.times.step_ms(load.tokens - rows, load.context)
             drafted_ms = self.times.step_ms(load.tokens, load.context) + self.times.extra_ms
+            drafted_ms += self.times.charge_ms
             # A gained token saves its part of a step that decodes alone, whatever prompts this one took in.
             num_decoding = max(self._num_decoding, 1)
             gained_ms = self._num_accepted / num_decoding * self.times.step_ms(num_decoding, load.context)
-            saved_ms = gained_ms + plain_ms - drafted_ms - self._asked_ms
+            saved_ms = gained_ms + plain_ms - drafted_ms - self._charged_ms
         self._worth.looked(looking_ms - self._asked_ms, saved_ms)
 
     def forget(self, sequence: SequenceState) -> None:

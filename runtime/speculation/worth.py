@@ -24,6 +24,8 @@ class Worth:
         self._look_ms: float | None = None
         self._credit_ms = 0.0
         self._step_ms = 0.0
+        self._saved_ms = 0.0
+        """By a step with drafts, lately: that one of them failed is no reason to rest."""
 
     @property
     def allows_look(self) -> bool:
@@ -35,8 +37,9 @@ class Worth:
         self._credit_ms += _SHARE * ms
         self._step_ms += _RATE * (ms - self._step_ms)
 
-    def looked(self, ms: float, saved_ms: float) -> None:
-        """A step looked, which took `ms` by itself, and saved so much by the drafts that it verified."""
+    def looked(self, ms: float, saved_ms: float | None) -> None:
+        """A step looked, which took `ms` by itself, and saved so much by the drafts that it verified; None
+        where it had none."""
         if self._look_ms is None:
             self._look_ms = ms
             self._credit_ms = _MOST * ms
@@ -44,4 +47,7 @@ class Worth:
         self._look_ms += _RATE * (ms - self._look_ms)
         most = max(_MOST * self._look_ms, _MOST_STEPS * self._step_ms)
         least = max(_LEAST * self._look_ms, _LEAST_STEPS * self._step_ms)
-        self._credit_ms = min(max(self._credit_ms + saved_ms - ms, -least), most)
+        if saved_ms is not None:
+            self._saved_ms += _RATE * (saved_ms - self._saved_ms)
+            self._credit_ms += self._saved_ms
+        self._credit_ms = min(max(self._credit_ms - ms, -least), most)

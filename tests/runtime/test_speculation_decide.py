@@ -113,6 +113,14 @@ def test_drafts_are_not_cheap_for_the_prompt_beside_them() -> None:
     assert found.tokens_per_ms == pytest.approx(1.5 / 12)
 
 
+def test_a_prompt_hardly_waits_for_drafts() -> None:
+    """Of a step of 111 ms eight tokens would take 8; three take 2.7 %."""
+    times, rates = curve((1, 11.0), (200, 210.0)), [[0.9] * 8]
+    decoding = StepLoad(1, 0, 1)
+    assert allot(times, decoding, decoding, rates, [0], 8).counts == [8]
+    assert allot(times, StepLoad(101, 0, 2), decoding, rates, [0], 8).counts == [3]
+
+
 def test_step_times_follow_the_machine_where_it_is_seen() -> None:
     times = curve((1, 10.0), (4, 20.0), (8, 30.0))
     rows = np.array([1.0, 2.0, 4.0, 8.0, 16.0])
@@ -298,7 +306,7 @@ def test_a_draft_accepted_beside_a_prompt_saves_no_part_of_the_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     saved: list[float] = []
-    monkeypatch.setattr(Worth, "looked", lambda _, __, saved_ms: saved.append(saved_ms))
+    monkeypatch.setattr(Worth, "looked", lambda _, __, saved_ms: saved.append(saved_ms or 0.0))
     engine = TickingEngine(num_blocks=200, max_context=1000)
     guess = knowing(lambda text, n: greedy(engine, list(text), n), 320, 1.0)
     times = Steady([(StepLoad(1, 0, 1), 10.0), (StepLoad(512, 0, 1), 400.0)])
@@ -323,7 +331,7 @@ def test_a_draft_accepted_beside_a_prompt_saves_no_part_of_the_prompt(
 def test_looks_are_paid_from_what_drafts_save_and_a_small_share_of_the_time() -> None:
     vain, useful, slow = Worth(), Worth(), Worth()
     looks = {vain: 0, useful: 0, slow: 0}
-    for worth, step_ms, saved_ms in ((vain, 1.0, 0.0), (useful, 1.0, 0.2), (slow, 50.0, 0.0)):
+    for worth, step_ms, saved_ms in ((vain, 1.0, None), (useful, 1.0, 0.2), (slow, 50.0, None)):
         for _ in range(2000):
             worth.pass_time(step_ms)
             if worth.allows_look:
@@ -331,6 +339,18 @@ def test_looks_are_paid_from_what_drafts_save_and_a_small_share_of_the_time() ->
                 worth.looked(0.1, saved_ms)
     assert looks[vain] < 150  # of 2000 steps of 1 ms half a percent pays for 100 looks of 0.1 ms
     assert looks[useful] == looks[slow] == 2000
+
+
+@pytest.mark.parametrize(("accepted", "least", "most"), [(1.2, 900, 1000), (0.5, 0, 100)])
+def test_drafts_that_fail_now_and_then_are_no_reason_to_rest(accepted: float, least: int, most: int) -> None:
+    """A step takes 35 ms and a draft 27; all of its two tokens are accepted, or none."""
+    worth, generator, looks = Worth(), np.random.default_rng(0), 0
+    for _ in range(1000):
+        worth.pass_time(35.0)
+        if worth.allows_look:
+            looks += 1
+            worth.looked(0.15, 2 * 35.0 * (generator.random() < accepted / 2) - 27.0)
+    assert least < looks < most
 
 
 def test_what_drafts_add_around_the_engine_counts_and_is_forgotten() -> None:
