@@ -21,7 +21,7 @@ MAX_TOKENS = 8
 _CATCH_UP = 256
 """Tokens of texts that a call takes in before it drafts; what lags behind by more gets no draft yet."""
 _SPREAD = 32
-"""Steps over which the cost of catching up is spread, when it is weighed."""
+"""Drafts over which the cost of catching up is spread, when they are weighed."""
 _RATE = 0.1
 
 
@@ -37,6 +37,8 @@ class _Lane:
     """Leading blocks that its prefix cache knows of."""
     drafted: list[int] = field(default_factory=list)
     """Tokens in the pool behind those, which the sequence may have got or not."""
+    owed_ms: float = 0.0
+    """Of what catching up took, what drafts to come have to bring."""
 
     def settle(self, tokens: Sequence[int], num_again: int) -> None:
         """Count the drafts that became the sequence's; its last `num_again` tokens are computed again in any
@@ -106,8 +108,9 @@ class DraftModel:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Take in what the texts have become, then draft token by token, for all requests together."""
-        start, expected = self._clock(), self._expected_ms(requests, spread=1)
+        start, expected = self._clock(), self._drafting_ms(requests)
         lags = any(self._lag(request.sequence) for request in requests)
+        catching_up_ms = self._catching_up_ms(requests)
         drafts: list[Draft] = [EMPTY] * len(requests)
         num_again = self._num_again(len(requests))
         ready = self._catch_up(requests, num_again)
@@ -126,27 +129,38 @@ class DraftModel:
         for place, made in enumerate(ready):
             if made is not None:
                 drafts[place] = made.draft()
+        for request in requests:
+            lane = self._lanes[request.sequence.id]
+            lane.owed_ms += catching_up_ms / len(requests)
+            lane.owed_ms -= lane.owed_ms / _SPREAD
         if not lags:  # a text's first draft, or a try after a while, says nothing of what a draft takes
             self._pace += _RATE * ((self._clock() - start) * 1000 / max(expected, 1e-3) - self._pace)
         return drafts
 
     def expected_ms(self, requests: Sequence[DraftRequest]) -> float:
         """Steps of the draft model, one for each token of the longest draft; catching up is spread."""
-        return self._pace * self._expected_ms(requests, _SPREAD)
+        lanes = [self._lanes.get(request.sequence.id) for request in requests]
+        owed_ms = self._catching_up_ms(requests) + sum(lane.owed_ms for lane in lanes if lane is not None)
+        return self._pace * (self._drafting_ms(requests) + owed_ms / _SPREAD)
 
-    def _expected_ms(self, requests: Sequence[DraftRequest], spread: int) -> float:
+    def _drafting_ms(self, requests: Sequence[DraftRequest]) -> float:
+        """What drafts take where nothing is to catch up with."""
         longest = max(request.num_tokens for request in requests)
-        context = float(sum(len(request.sequence.tokens) for request in requests))
-        lag = min(sum(self._lag(request.sequence) for request in requests), _CATCH_UP)
         again = self._num_again(len(requests))
-        rows = np.array([again, 2, lag + 1], np.float64) * [len(requests), len(requests), 1]
-        rows[2] += len(requests) - 1
-        step, first, behind = self._times.predict_ms(rows, np.full(3, context)).tolist()
-        catching_up = max(behind - first, 0.0) / spread
+        rows = len(requests) * np.array([again, 2], np.float64)
+        step, first = self._times.predict_ms(rows, np.full(2, _context(requests))).tolist()
         changes = 2 * self._times.change_ms if again == 1 and longest > 1 else 0.0
-        if lag and not changes:  # its first step has other rows than the one before and the one behind
+        if not changes and any(self._lag(request.sequence) for request in requests):
+            # its first step has other rows than the one before and the one behind
             changes = CHANGE_SHARE * min(longest, 2) * self._times.change_ms
-        return float(first + catching_up + (longest - 1) * step + changes)
+        return float(first + (longest - 1) * step + changes)
+
+    def _catching_up_ms(self, requests: Sequence[DraftRequest]) -> float:
+        """What it takes beyond that to take in the texts."""
+        lag = min(sum(self._lag(request.sequence) for request in requests), _CATCH_UP)
+        rows = np.array([lag + len(requests), 2 * len(requests)], np.float64)
+        behind, first = self._times.predict_ms(rows, np.full(2, _context(requests))).tolist()
+        return max(float(behind - first), 0.0)
 
     def _num_again(self, num_sequences: int) -> int:
         """Tokens of a sequence that every step computes: two, of which the first was computed before, where a
@@ -280,6 +294,10 @@ class DraftModel:
         places = range(lane.num_published, num_full)
         self._blocks.publish(lane.table, sequence.tokens, lane.keys, sequence.options.cache_salt, places)
         lane.num_published = max(num_full, lane.num_published)
+
+
+def _context(requests: Sequence[DraftRequest]) -> float:
+    return float(sum(len(request.sequence.tokens) for request in requests))
 
 
 def _fitted(row: Floats, vocab_size: int) -> Floats:

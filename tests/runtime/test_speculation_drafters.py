@@ -174,6 +174,18 @@ def test_a_text_that_lags_behind_says_nothing_of_what_a_draft_takes() -> None:
     assert drafter.expected_ms([DraftRequest(text, 2)]) > 2 * before
 
 
+def test_what_it_took_to_take_in_a_text_is_charged_to_the_drafts_behind_it() -> None:
+    """31 rows more than the two of a step, at a millisecond each, over 32 drafts."""
+    drafter = DraftModel(FakeEngine(), StepTimes([(StepLoad(n, 0, 1), float(n)) for n in (1, 64)]), 320)
+    known, new = (
+        SequenceState(n, list(range(5, end)), GREEDY, RequestOptions()) for n, end in ((1, 7), (2, 39))
+    )
+    plain = drafter.expected_ms([DraftRequest(known, 1)])
+    assert drafter.expected_ms([DraftRequest(new, 1)]) == pytest.approx(plain + 31 / 32)
+    new.tokens.append(drafter.propose([DraftRequest(new, 1)])[0].tokens[0])
+    assert drafter.expected_ms([DraftRequest(new, 1)]) == pytest.approx(plain + 31 / 32 * (1 - 1 / 32))
+
+
 def test_a_draft_model_that_rested_is_expected_to_prepare_its_graph_anew() -> None:
     drafter = DraftModel(FakeEngine(), StepTimes(FLAT, change_ms=4.0), 320)
     text = SequenceState(1, list(range(5, 9)), GREEDY, RequestOptions())
