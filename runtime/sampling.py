@@ -1,7 +1,6 @@
 """From logits to tokens. Pure numpy; a row's token depends on that row, its parameters and its generator."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -33,34 +32,53 @@ class Distribution:
         """[V], summing to 1."""
         return self.weights / np.float32(self.total)
 
-    def draw(self, uniform: float) -> int:
-        """The token at a point of [0, 1) of the cumulative distribution; never one of probability 0."""
-        return _find(self.weights, uniform * self.total, "right")
+    def draw(self, generator: np.random.Generator) -> int:
+        """A token; never one of probability 0.
+
+        Tokens race: each arrives at a time drawn from the exponential distribution, over its weight, and the
+        first is the token (the Gumbel-max trick, Maddison et al. 2014, in logarithms). First chunks of them
+        do, by the sums of their weights. So a generator in the same state gives the same token, unless two
+        come at the same time but for what kernels round, which is rare. In a cumulative distribution every
+        border moves by that, and at a temperature of 1 many tokens are narrower.
+        """
+        start = _CHUNK * _first(_chunk_sums(self.weights), generator)
+        return start + _first(self.weights[start : start + _CHUNK], generator)
 
 
-def _find(weights: Floats, point: float, side: Literal["left", "right"]) -> int:
-    """Which of the weights, laid end to end, a point falls into; on a border, the one at that side."""
+def _first(weights: Floats, generator: np.random.Generator) -> int:
+    """Which of the weights wins a race."""
+    arrivals = np.full(len(weights), np.inf)
+    np.divide(generator.standard_exponential(len(weights)), weights, out=arrivals, where=weights > 0)
+    return int(arrivals.argmin())
+
+
+def _chunk_sums(weights: Floats) -> Floats:
+    sums: Floats = np.add.reduceat(weights, np.arange(0, len(weights), _CHUNK))
+    return sums
+
+
+def _reaching(weights: Floats, mass: float) -> int:
+    """How many of the weights come before the one with which they reach a mass together."""
     # First the chunk, then the place in it: summing in order is slow, and most of it is not needed.
-    sums = np.add.reduceat(weights, np.arange(0, len(weights), _CHUNK))
-    chunk, rest = _locate(sums, point, side)
+    chunk, rest = _locate(_chunk_sums(weights), mass)
     start = chunk * _CHUNK
-    place, _ = _locate(weights[start : start + _CHUNK], rest, side)
+    place, _ = _locate(weights[start : start + _CHUNK], rest)
     return start + place
 
 
-def _locate(weights: Floats, point: float, side: Literal["left", "right"]) -> tuple[int, float]:
-    """As `_find`, and how far into it."""
+def _locate(weights: Floats, mass: float) -> tuple[int, float]:
+    """As `_reaching`, and how much of the mass is left for that one."""
     cumulative = np.cumsum(weights, dtype=np.float64)
-    # Sums round: a point beyond the end belongs to the last weight that is not 0.
-    point = min(point, float(np.nextafter(cumulative[-1], 0)))
-    index = int(np.searchsorted(cumulative, point, side=side))
-    return index, point - float(cumulative[index - 1]) if index else point
+    # Sums round: a mass beyond all is reached with the last weight that is not 0.
+    mass = min(mass, float(np.nextafter(cumulative[-1], 0)))
+    index = int(np.searchsorted(cumulative, mass))
+    return index, mass - float(cumulative[index - 1]) if index else mass
 
 
 def sample(logits: Floats, params: SamplingParams, generator: np.random.Generator) -> int:
     """A token by its logits [V]; NO_TOKEN where they are not finite.
 
-    Greedy takes nothing from the generator, sampling one number. A batch is a loop over its rows: a row's
+    Greedy takes nothing from the generator. A batch is a loop over its rows: a row's
     arithmetic is vectorised and stays in the cache, and the call costs some microseconds.
     """
     best = int(logits.argmax())
@@ -68,7 +86,7 @@ def sample(logits: Floats, params: SamplingParams, generator: np.random.Generato
         return NO_TOKEN
     if params.temperature == 0:
         return best
-    return distribution(logits, params).draw(generator.random())
+    return distribution(logits, params).draw(generator)
 
 
 def distribution(logits: Floats, params: SamplingParams) -> Distribution:
@@ -112,7 +130,7 @@ def _nucleus(weights: Floats, share: float) -> tuple[int, float]:
         return _nucleus_sorted(np.compress(above, weights), share * total, 0)
     # Many like weights: sort only those around the place where a sample of them has its end.
     sample = np.sort(weights[:: len(weights) // _SAMPLE])[::-1]
-    end = _find(sample, share * float(sample.sum()), "left")
+    end = _reaching(sample, share * float(sample.sum()))
     high = sample[end - _MARGIN] if end >= _MARGIN else np.inf
     low = sample[min(end + _MARGIN, len(sample) - 1)]
     above = weights > high
@@ -126,7 +144,7 @@ def _nucleus(weights: Floats, share: float) -> tuple[int, float]:
 def _nucleus_sorted(weights: Floats, mass: float, num_above: int) -> tuple[int, float]:
     """As `_nucleus`, of weights that follow `num_above` larger ones and reach a mass."""
     ranked = np.sort(weights)[::-1]
-    last = min(_find(ranked, mass, "left"), len(ranked) - 1)
+    last = min(_reaching(ranked, mass), len(ranked) - 1)
     return num_above + last + 1, float(ranked[last])
 
 

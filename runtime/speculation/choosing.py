@@ -47,7 +47,7 @@ class Chooser:
         if not np.isfinite(row.max()):
             return None
         drawn = distribution(row, request.sequence.params)
-        return drawn.draw(self._generator.random()), drawn.probs()
+        return drawn.draw(self._generator), drawn.probs()
 
     def _spread(self, logits: Floats) -> Floats:
         """Logits [V] of the target's tokens: those that the head does not know never come."""

@@ -231,7 +231,7 @@ class DraftModel:
         token = best
         if not request.deterministic:
             drawn = distribution(row, params)
-            token = drawn.draw(self._generator.random())
+            token = drawn.draw(self._generator)
             drafting.probs.append(drawn.probs())
         walk.accept(token)
         tokens.append(token)

@@ -174,7 +174,7 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_rows_only() -> None:
 @pytest.mark.parametrize("kind", ["rubbish", "half right", "trees"])
 @pytest.mark.parametrize("budget", [64, 9])
 def test_seeded_answers_and_their_reports_are_plain_ones_with_every_rule(kind: str, budget: int) -> None:
-    asked = [(prompt, replace(ADJUSTING, seed=number)) for number, prompt in enumerate(prompts(6, seed=2))]
+    asked = [(prompt, replace(ADJUSTING, seed=number)) for number, prompt in enumerate(prompts(10, seed=2))]
     config = SchedulerConfig(4, budget)
     engine = TreeEngine(num_blocks=14)
     plain, _ = run(engine, asked, None, config)
