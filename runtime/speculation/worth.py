@@ -2,13 +2,13 @@
 
 _SHARE = 0.005
 """Of the time, what may go into looking for drafts that bring nothing."""
-_MOST = 30
-"""Looks that what was saved pays for ahead, as it is assumed at the start."""
+_MOST = 8
+"""Looks that what was saved pays for ahead, as it is assumed at the start: few, or what drafts save while a
+batch ends would pay for vain looks through most of the next one."""
 _LEAST = 1
 """Looks that are paid for later, at most."""
-_MOST_STEPS, _LEAST_STEPS = 1.0, 0.25
-"""The same in steps, where that is more: a few drafts that fail are no reason to rest, and after what lost
-much the next look is a while off."""
+_STEPS = 0.25
+"""Of a step, either, where that is more: after what lost much the next look is a while off."""
 _RATE = 0.1
 
 
@@ -45,8 +45,8 @@ class Worth:
             self._credit_ms = _MOST * ms
         ms = min(ms, 2 * self._look_ms)  # what was held up is not usual
         self._look_ms += _RATE * (ms - self._look_ms)
-        most = max(_MOST * self._look_ms, _MOST_STEPS * self._step_ms)
-        least = max(_LEAST * self._look_ms, _LEAST_STEPS * self._step_ms)
+        most = max(_MOST * self._look_ms, _STEPS * self._step_ms)
+        least = max(_LEAST * self._look_ms, _STEPS * self._step_ms)
         if saved_ms is not None:
             self._saved_ms += _RATE * (saved_ms - self._saved_ms)
             self._credit_ms += self._saved_ms
