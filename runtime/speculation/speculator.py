@@ -205,7 +205,7 @@ class Speculator:
         ms, engine_ms = 1000 * seconds, 1000 * engine_seconds
         rows = self._num_rows if self._looks else 0
         changed = self.times.note_rows(load.tokens, rows > 0)
-        self._worth.pass_time(ms)
+        self._worth.pass_time(ms, load.sequences)
         self._num_rested = 0 if self._looks else self._num_rested + 1
         if self._num_rested % _TIMED_EVERY:
             return

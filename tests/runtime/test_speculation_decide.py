@@ -333,7 +333,7 @@ def test_looks_are_paid_from_what_drafts_save_and_a_small_share_of_the_time() ->
     looks = {vain: 0, useful: 0, slow: 0}
     for worth, step_ms, saved_ms in ((vain, 1.0, None), (useful, 1.0, 0.2), (slow, 50.0, None)):
         for _ in range(2000):
-            worth.pass_time(step_ms)
+            worth.pass_time(step_ms, 1)
             if worth.allows_look:
                 looks[worth] += 1
                 worth.looked(0.1, saved_ms)
@@ -346,7 +346,7 @@ def test_drafts_that_fail_now_and_then_are_no_reason_to_rest(accepted: float, le
     """A step takes 35 ms and a draft 27; all of its two tokens are accepted, or none."""
     worth, generator, looks = Worth(), np.random.default_rng(0), 0
     for _ in range(1000):
-        worth.pass_time(35.0)
+        worth.pass_time(35.0, 1)
         if worth.allows_look:
             looks += 1
             worth.looked(0.15, 2 * 35.0 * (generator.random() < accepted / 2) - 27.0)
