@@ -23,7 +23,8 @@ def batch(
     threads: Threads = None,
     device: Device = None,
 ) -> None:
-    """Answer every request of a batch file. Interrupted, it goes on where it was when started again."""
+    """Answer every request of a batch file; exit code 1 if some got an error. Interrupted, it goes on where
+    it was when started again."""
     if responses.exists():
         raise UsageError(f"{responses}: exists already; move it away or name another file")
     import asyncio
@@ -35,7 +36,7 @@ def batch(
     from qtool.runtime.client import Client
     from qtool.runtime.engines import open_engine
     from qtool.runtime.scheduler import SchedulerConfig
-    from qtool.runtime.server.batch import read_answered, read_requests, run_batch
+    from qtool.runtime.server.batch import num_failed, read_answered, read_requests, run_batch
     from qtool.runtime.server.responses import Json
     from qtool.runtime.server.service import make_service
     from qtool.runtime.server.settings import ServerSettings
@@ -70,5 +71,8 @@ def batch(
             client.loop.join()
 
     asyncio.run(answer_all())
+    failed = num_failed(partial)
     partial.rename(responses)
-    typer.echo(f"{responses}: {len(asked)} responses, {len(left)} of them made now")
+    typer.echo(f"{responses}: {len(asked)} responses, {len(left)} of them made now, {failed} of them errors")
+    if failed:
+        raise typer.Exit(1)

@@ -1,5 +1,8 @@
 """``qtool serve``: an OpenAI-compatible server over an engine."""
 
+import logging
+import os
+import sys
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -152,7 +155,10 @@ def serve(
     )
 
     def load() -> Client:
-        with Console(stderr=True).status(f"loading {engine}"):
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            console.print(f"loading {engine}")
+        with console.status(f"loading {engine}"):
             tokenizer = Tokenizer.load(engine)
             opened = open_engine(engine, kv_cache_tokens=kv_cache_tokens, threads=threads, device=device)
             speculator = make_speculator(speculation, config, opened, tokenizer, engine)
@@ -174,4 +180,7 @@ def serve(
         typer.echo(f"{model} is served at {url}/v1 (health: {url}/health)")
 
     code = serve_until_signal(Address(host, port), model, load, ready, settings)
-    raise typer.Exit(code)
+    if code:  # what was cut short may still be in native code, which would abort the interpreter's own end
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)

@@ -20,7 +20,9 @@ def spec_report(
     ],
     speculative: Annotated[
         list[str] | None,
-        typer.Option(help="What drafts, as for serve; repeatable. ngram and auto if left out."),
+        typer.Option(
+            help="What drafts, as for serve; repeatable. If left out ngram, and auto if a draft is there."
+        ),
     ] = None,
     batch: Annotated[
         list[int] | None, typer.Option(min=1, help="Sequences at once; repeatable. 1, 4 and 16 if left out.")
@@ -45,13 +47,20 @@ def spec_report(
     from qtool.runtime.engines import open_engine
     from qtool.runtime.request import SamplingParams
     from qtool.runtime.scheduler import SchedulerConfig
-    from qtool.runtime.speculation.build import SpeculationConfig, make_drafters, measure_times, parse_kind
+    from qtool.runtime.speculation.build import (
+        DRAFT_FOLDER,
+        SpeculationConfig,
+        make_drafters,
+        measure_times,
+        parse_kind,
+    )
     from qtool.runtime.speculation.report import make_report, num_runs, read_prompts
     from qtool.runtime.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(engine)
     asked = read_prompts(prompts, tokenizer)
-    names, batches = speculative or ["ngram", "auto"], batch or [1, 4, 16]
+    usual = ["ngram", "auto"] if (engine / DRAFT_FOLDER).is_dir() else ["ngram"]
+    names, batches = speculative or usual, batch or [1, 4, 16]
     configs = {name: SpeculationConfig(*parse_kind(name), threads=threads, device=device) for name in names}
     with Console(stderr=True).status(f"loading and timing {engine}"):
         opened = open_engine(engine, threads=threads, device=device)

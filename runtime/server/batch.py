@@ -64,6 +64,12 @@ def read_answered(path: Path) -> set[str]:
     return {json.loads(line)["custom_id"] for line in whole.splitlines()}
 
 
+def num_failed(path: Path) -> int:
+    """How many responses of a file say that their request could not be served."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return sum(json.loads(line)["response"]["status_code"] != 200 for line in lines)
+
+
 async def run_batch(
     service: Service, requests: Sequence[BatchRequest], concurrency: int, write: Callable[[Json], None]
 ) -> None:

@@ -42,8 +42,8 @@ def test_every_request_gets_its_response(
 ) -> None:
     source, target = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
     command = ["batch", str(tiny), str(source), str(target), "--served-model-name", "tiny"]
-    assert qtool(*command) == 0
-    assert "7 responses, 7 of them made now" in capsys.readouterr().out
+    assert qtool(*command) == 1
+    assert "7 responses, 7 of them made now, 4 of them errors" in capsys.readouterr().out
     found = read(target)
     assert found["chat"]["body"]["choices"][0]["message"]["role"] == "assistant"
     assert [choice["index"] for choice in found["text"]["body"]["choices"]] == [0, 1, 2, 3]
@@ -61,6 +61,9 @@ def test_every_request_gets_its_response(
     assert found["typed"]["body"]["error"]["param"] == "temperature"
     assert qtool(*command) == 2
     assert "exists already" in capsys.readouterr().err
+    command[2:4] = [str(write(tmp_path / "right.jsonl", LINES[:2])), str(tmp_path / "answers.jsonl")]
+    assert qtool(*command) == 0
+    assert "2 responses, 2 of them made now, 0 of them errors" in capsys.readouterr().out
 
 
 def test_a_batch_goes_on_where_it_was_interrupted(
@@ -69,8 +72,8 @@ def test_a_batch_goes_on_where_it_was_interrupted(
     source, target = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
     done = json.dumps({"custom_id": "chat", "response": {"status_code": 200, "body": "kept"}})
     (tmp_path / "out.jsonl.partial").write_text(done + '\n{"custom_id": "te')
-    assert qtool("batch", str(tiny), str(source), str(target), "--served-model-name", "tiny") == 0
-    assert "7 responses, 6 of them made now" in capsys.readouterr().out
+    assert qtool("batch", str(tiny), str(source), str(target), "--served-model-name", "tiny") == 1
+    assert "7 responses, 6 of them made now, 4 of them errors" in capsys.readouterr().out
     found = read(target)
     assert found["chat"]["body"] == "kept"
     assert len(found) == 7
