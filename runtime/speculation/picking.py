@@ -11,7 +11,7 @@ from qtool.runtime.speculation.decide import CAUTIOUS, HOPEFUL, Allotment, StepT
 from qtool.runtime.speculation.records import Records
 from qtool.runtime.steptime import StepLoad
 
-_PROBING = 0.005
+_PROBING = 0.003
 """Share of the time that may go into drafting where it should not pay, to see whether it does by now."""
 _PROBED_TOKENS = 2
 _PLAIN_EVERY = 64

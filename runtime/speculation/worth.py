@@ -1,6 +1,6 @@
 """Whether looking for drafts is worth its own time, where a step takes less than a millisecond."""
 
-_SHARE = 0.005
+_SHARE = 0.003
 """Of the time, what may go into looking for drafts that bring nothing."""
 _AT_START = 30
 """Looks that are paid for at the start, and that time pays for ahead at most."""
