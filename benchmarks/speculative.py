@@ -75,12 +75,13 @@ def main() -> None:
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, stop_token_ids=tokenizer.eos_token_ids
     )
-    if args.check_greedy or args.check_seeded:
-        params = replace(params, temperature=0.0)
-        if args.check_seeded:
+    if count := args.check_greedy or args.check_seeded:
+        if args.check_greedy:
+            params = replace(params, temperature=0.0)
+        else:
             params = replace(params, temperature=args.temperature or 1.0, seed=1)
         for name, speculator in speculators.items():
-            found = _check(engine, tokenizer, speculator, params, args.check_greedy or args.check_seeded)
+            found = _check(engine, tokenizer, speculator, params, count)
             print(json.dumps({"speculative": name, **found}), flush=True)
         return
     for text in args.texts:

@@ -8,7 +8,7 @@ from pathlib import Path
 from qtool.compile.abilities import check_dynamic_quantization, check_schemes
 from qtool.compile.backends.tensorrt.profiles import check_limits
 from qtool.compile.config import DecoderConfig, read_config
-from qtool.compile.engine import ENGINE, EngineSpec, check_files, own_files, read_spec
+from qtool.compile.engine import DRAFT_FOLDER, ENGINE, EngineSpec, check_files, own_files, read_spec
 from qtool.compile.heads.build import write_head
 from qtool.compile.heads.config import HEAD_CONFIG
 from qtool.compile.heads.head import read_head
@@ -21,9 +21,6 @@ from qtool.core.lazy import load
 from qtool.core.manifest import MANIFEST, versions
 from qtool.core.recipe import OpenVinoOptions, TensorRtOptions
 from qtool.errors import UsageError
-
-DRAFT_FOLDER = "draft"
-"""In an engine's folder: the draft heads that were compiled with it, or the engine of a draft model."""
 
 
 @dataclass(frozen=True)

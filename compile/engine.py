@@ -18,6 +18,8 @@ from qtool.core.records import read_record
 from qtool.errors import QtoolError
 
 ENGINE = "engine.json"
+DRAFT_FOLDER = "draft"
+"""In an engine's folder: the draft heads that were compiled with it, or the engine of a draft model."""
 OWN_FILES = {
     "onnx": ("*.onnx", "*.data"),
     "openvino": ("*.xml", "*.bin"),

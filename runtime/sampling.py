@@ -78,8 +78,8 @@ def _locate(weights: Floats, mass: float) -> tuple[int, float]:
 def sample(logits: Floats, params: SamplingParams, generator: np.random.Generator) -> int:
     """A token by its logits [V]; NO_TOKEN where they are not finite.
 
-    Greedy takes nothing from the generator. A batch is a loop over its rows: a row's
-    arithmetic is vectorised and stays in the cache, and the call costs some microseconds.
+    Greedy takes nothing from the generator. A batch is a loop over its rows: a row's arithmetic is vectorised
+    and stays in the cache, and the call costs some microseconds.
     """
     best = int(logits.argmax())
     if not np.isfinite(logits[best]):

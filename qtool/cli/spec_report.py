@@ -44,16 +44,11 @@ def spec_report(
     from rich.console import Console
 
     from qtool.cli.progress import progress_bar
+    from qtool.compile.engine import DRAFT_FOLDER
     from qtool.runtime.engines import open_engine
     from qtool.runtime.request import SamplingParams
     from qtool.runtime.scheduler import SchedulerConfig
-    from qtool.runtime.speculation.build import (
-        DRAFT_FOLDER,
-        SpeculationConfig,
-        make_drafters,
-        measure_times,
-        parse_kind,
-    )
+    from qtool.runtime.speculation.build import SpeculationConfig, make_drafters, measure_times, parse_kind
     from qtool.runtime.speculation.report import make_report, num_runs, read_prompts
     from qtool.runtime.tokenizer import Tokenizer
 

@@ -4,10 +4,11 @@ import asyncio
 import json
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -41,7 +42,7 @@ class BatchRequest:
 def read_requests(path: Path) -> list[BatchRequest]:
     """A file's requests. Raises UsageError, with the line, for what is none, and for an id given twice."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # a string in JSON may hold other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: the requests cannot be read ({error})") from error
     requests = [_request(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -61,13 +62,17 @@ def read_answered(path: Path) -> set[str]:
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         path.write_bytes(whole)
-    return {json.loads(line)["custom_id"] for line in whole.splitlines()}
+    return {response["custom_id"] for response in _responses(whole)}
 
 
 def num_failed(path: Path) -> int:
     """How many responses of a file say that their request could not be served."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return sum(json.loads(line)["response"]["status_code"] != 200 for line in lines)
+    return sum(line["response"]["status_code"] != 200 for line in _responses(path.read_bytes()))
+
+
+def _responses(content: bytes) -> Iterator[dict[str, Any]]:
+    """The lines of a file of responses, in bytes: those of text end at U+2028, too, which answers may hold."""
+    return map(json.loads, content.splitlines())
 
 
 async def run_batch(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qtool.compile.engine import ENGINE, read_spec
+from qtool.compile.engine import DRAFT_FOLDER, ENGINE, read_spec
 from qtool.compile.heads.config import HEAD_CONFIG
 from qtool.errors import UsageError
 from qtool.runtime.engines import open_engine
@@ -21,8 +21,6 @@ from qtool.runtime.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-DRAFT_FOLDER = "draft"
-"""In an engine's folder: the draft model or the heads that were compiled with it."""
 _MOST_ROWS = 128
 _MOST_WIDTH = 16
 _WIDTH = 3

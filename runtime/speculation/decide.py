@@ -260,9 +260,9 @@ def allot(
 
     `load` is the step's without drafts, `decoding` what sequences that decode have in it, each of which gets
     a token; what the prompts beside them take is left out of the tokens a second, and drafts hardly delay
-    them. `rates` are the acceptance
-    rates of the tokens that each of B sequences might have drafted, falling; `pasts` are their lengths; a
-    step takes `num_rows` rows more. None gets any where that promises next to nothing.
+    them. `rates` are the acceptance rates of the tokens that each of B sequences might have drafted, falling;
+    `pasts` are their lengths; a step takes `num_rows` rows more. None gets any where that promises next to
+    nothing.
     """
     owners = np.repeat(np.arange(len(rates)), [len(own) for own in rates])
     gains = np.concatenate([np.asarray(own, np.float64) for own in rates]) if len(rates) else np.empty(0)

@@ -82,9 +82,10 @@ def read_prompts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
     line has ``messages``, or a ``prompt`` to continue. UsageError for a file with none, or a line that is
     something else."""
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: the prompts cannot be read ({error})") from error
+    lines = [line for line in text.split("\n") if line.strip()]  # a string in JSON may hold other line ends
     if not lines:
         raise UsageError(f"{path}: holds no prompts; write one a line")
     if path.suffix != ".jsonl":

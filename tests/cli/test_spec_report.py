@@ -21,6 +21,15 @@ def test_a_report_has_the_spread_of_what_was_measured(qtool: Qtool, tiny: Path, 
     assert "Recommended: --speculative" in ended.out
 
 
+def test_a_prompt_may_hold_other_line_ends(qtool: Qtool, tiny: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "import\u2028numpy"}, ensure_ascii=False) + "\n")
+    options = ("--speculative", "ngram", "--batch", "1", "--max-tokens", "4", "--repeats", "1", "--json")
+    ended = qtool("spec-report", tiny, "--prompts", prompts, *options)
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["num_prompts"] == 1
+
+
 def test_prompts_that_cannot_be_read_are_refused(qtool: Qtool, tiny: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     for text, said in (("\n", "holds no prompts"), ('{"text": 1}\n', "prompts.jsonl:1: has neither")):

@@ -80,6 +80,20 @@ def test_a_batch_goes_on_where_it_was_interrupted(
     assert not (tmp_path / "out.jsonl.partial").exists()
 
 
+def test_other_line_ends_within_a_request_or_a_response_end_no_line(tiny: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked = [line("old", prompt="a\u2028b"), line("new", prompt="c\u2028d\x85")]
+    source.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in asked))
+    done = {"custom_id": "old", "response": {"status_code": 200, "body": "x\u2028y"}}
+    (tmp_path / "out.jsonl.partial").write_text(json.dumps(done, ensure_ascii=False) + "\n")
+    assert qtool("batch", str(tiny), str(source), str(target), "--served-model-name", "tiny") == 0
+    found = [json.loads(one) for one in target.read_bytes().splitlines()]
+    assert [(one["custom_id"], one["response"]["status_code"]) for one in found] == [
+        ("old", 200),
+        ("new", 200),
+    ]
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
