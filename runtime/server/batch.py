@@ -71,7 +71,7 @@ def num_failed(path: Path) -> int:
 
 
 def _responses(content: bytes) -> Iterator[dict[str, Any]]:
-    """The lines of a file of responses, in bytes: those of text end at U+2028, too, which answers may hold."""
+    """The lines of a file of responses, in bytes: text ends lines at U+2028, too, which answers may hold."""
     return map(json.loads, content.splitlines())
 
 
