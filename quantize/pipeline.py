@@ -1,6 +1,5 @@
 """Quantize a checkpoint by a recipe, layer by layer, each seeing what the quantized layers before it make."""
 
-import hashlib
 import json
 import resource
 import shutil
@@ -64,8 +63,8 @@ def quantize_checkpoint(
     windows, text_digest = recipe_windows(source, recipe.calibration)
     check_vocabulary(windows, runner.vocab_size, checkpoint)
     release_freed_memory()  # a tokenizer and what it makes of a text take a hundred megabytes
-    inputs = {path.name: sha256(path) for path in source.files} | {recipe.calibration.dataset: text_digest}
-    with work_folder(output, _fingerprint(recipe, inputs, devices[0])) as work:
+    checksums = {path.name: sha256(path) for path in source.files}
+    with work_folder(output, _decides(recipe, checksums, text_digest, devices[0])) as work:
         allocation = None
         if recipe.quantization.auto is not None:
             allocation = kept_allocation(source, windows, recipe, work, progress)
@@ -76,7 +75,7 @@ def quantize_checkpoint(
         _write_checkpoint(runner, plan, work, folder, shard_bytes)
         manifest = Manifest(
             recipe=recipe,
-            inputs=inputs,
+            inputs=checksums | {recipe.calibration.dataset: text_digest},
             outputs={path.name: sha256(path) for path in sorted(folder.iterdir())},
             versions=versions(),
             seed=recipe.calibration.seed,
@@ -136,15 +135,17 @@ def _outgrow(runner: LayerRunner, windows: Tensor, plan: Plan, max_memory: int |
     return states > (available_memory() if max_memory is None else max_memory) / _HIDDEN_SHARE
 
 
-def _fingerprint(recipe: Recipe, inputs: Mapping[str, str], device: torch.device) -> str:
-    """Of what decides the bytes that come out. GPUs and CPUs sum up in orders of their own."""
-    everything = {
+def _decides(
+    recipe: Recipe, checksums: Mapping[str, str], text_digest: str, device: torch.device
+) -> dict[str, object]:
+    """All that decides the bytes that come out. GPUs and CPUs sum up in orders of their own."""
+    return {
         "recipe": recipe.model_dump(mode="json"),
-        "inputs": dict(inputs),
-        "versions": versions(),
-        "device": device.type,
+        "checkpoint": dict(checksums),
+        "calibration text": text_digest,
+        "version of qtool or a library": versions(),
+        "kind of device": device.type,
     }
-    return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
 
 def _write_checkpoint(

@@ -1,6 +1,5 @@
 """The folder ``OUTPUT.partial`` beside an output, where finished layers wait until all are done."""
 
-import fcntl
 import json
 import logging
 import shutil
@@ -16,13 +15,13 @@ from torch import Tensor
 from qtool.calibrate.layers import Weights
 from qtool.calibrate.skeleton import PREFIX
 from qtool.core.activation import Activation
-from qtool.core.files import refuse_existing, rename_new, write_text
+from qtool.core.files import refuse_existing, rename_new, resumable, write_text
 from qtool.core.formats.compressed_tensors import decode
 from qtool.core.formats.kv_cache import KvLayout
-from qtool.core.kept import check_begun, has_kept, is_whole, keep
+from qtool.core.kept import begun, has_kept, is_whole, keep
 from qtool.core.manifest import LinearRecord
 from qtool.core.qtensor import KvScales
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import QtoolError
 from qtool.quantize.layer import QuantizedLayer
 from qtool.quantize.plan import Assignment
 from qtool.quantize.writing import PYTORCH, LazyTensor, write_safetensors
@@ -38,29 +37,22 @@ def attention_of(index: int) -> str:
 
 
 @contextmanager
-def work_folder(output: Path, fingerprint: str) -> Iterator["WorkFolder"]:
-    """Open or take up again the work on `output`, for this process alone.
+def work_folder(output: Path, decides: Mapping[str, object]) -> Iterator["WorkFolder"]:
+    """Begin the work on `output`, or take it up again, for this process alone, see `kept.begun`.
 
-    `fingerprint` stands for everything that decides the result. Raises UsageError when `output` exists, when
-    the folder was begun with another fingerprint, or while another run holds it; QtoolError when the disk
-    refuses. The folder stays when the block fails, and goes with `WorkFolder.finish`.
+    Raises UsageError when `output` exists, too, and QtoolError when the disk refuses. The folder stays when
+    the block fails, and goes with `WorkFolder.finish`.
     """
     refuse_existing(output)
     path = output.absolute().with_name(f"{output.name}.partial")
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with (path / "lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UsageError(f"{path}: another run is working there; wait for it") from error
-            check_begun(path, fingerprint, "recipe, checkpoint, text or version")
+        with resumable(path), begun(path, decides):
             work = WorkFolder(path, output)
             work.drop_damaged()
             yield work
     except OSError as error:
         raise QtoolError(
-            f"{path}: cannot be written ({error.strerror or error}); {output} was left alone. Make room, "
+            f"{path}: cannot be used ({error.strerror or error}); {output} was left alone. Put that right, "
             "then give the same command: it resumes from the last finished layer"
         ) from error
 

@@ -3,8 +3,12 @@
 A seal tells a file that the disk damaged, which readers of numbers would take as it is.
 """
 
+import fcntl
+import hashlib
 import json
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from qtool.core.files import sha256, write_text
@@ -12,20 +16,64 @@ from qtool.errors import UsageError
 
 _log = logging.getLogger(__name__)
 
+_LOCK, _STATE = "lock", "state.json"
 
-def check_begun(folder: Path, fingerprint: str, inputs: str) -> None:
-    """Note what the work in `folder` is begun for; when it is taken up again, raise UsageError for another.
 
-    `fingerprint` stands for everything that decides the result; `inputs` says in words what that is.
+@contextmanager
+def begun(folder: Path, decides: Mapping[str, object]) -> Iterator[None]:
+    """Begin the work in `folder`, or take it up again, for this process alone.
+
+    `decides` is all that decides the result, as JSON can hold it, by the words for it. Raises UsageError when
+    the folder holds what is not such work, was begun with something else, or while another run holds it.
     """
-    state, text = folder / "state.json", json.dumps({"sha256": fingerprint})
+    _refuse_foreign(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(f"{folder}: another run is working there; wait for it") from error
+        _check_begun(folder / _STATE, {word: _digest(value) for word, value in decides.items()})
+        yield
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """What is there goes when the work ends, so it has to be the work's own."""
+    if not folder.exists() and not folder.is_symlink():
+        return
+    advice = "unfinished work is kept in a folder of that name; move it away, or name another output"
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: is in the way, {advice}")
+    if (folder / _STATE).is_file():
+        return
+    foreign = [name for name in sorted(path.name for path in folder.iterdir()) if not _before_state(name)]
+    if foreign:
+        raise UsageError(f"{folder}: holds {foreign[0]}, and no {_STATE} of a run that was begun; {advice}")
+
+
+def _before_state(name: str) -> bool:
+    """Whether a run that was killed before it wrote its state can have left that."""
+    return name == _LOCK or name.startswith(f".{_STATE}.")
+
+
+def _check_begun(state: Path, decides: Mapping[str, str]) -> None:
     if not state.exists():
-        write_text(state, text)
-    elif state.read_bytes() != text.encode():
+        write_text(state, json.dumps(decides))
+        return
+    try:
+        before = json.loads(state.read_bytes())
+        others = [word for word, digest in decides.items() if before[word] != digest]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"{state}: is damaged, or another version's; remove {state.parent}") from error
+    if others:
         raise UsageError(
-            f"{folder}: was begun with another {inputs}, or {state.name} there is damaged; remove the folder "
-            "to start anew"
+            f"{state.parent}: was begun with another {' and another '.join(others)}; give the same again, or "
+            "remove the folder to start anew"
         )
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def keep(temporary: Path, path: Path) -> None:
@@ -41,8 +89,11 @@ def is_whole(path: Path) -> bool:
 
 
 def has_kept(path: Path) -> bool:
-    """Whether a kept file is there and whole. A damaged one is removed, with a warning."""
+    """Whether a kept file is there and whole. A damaged one is removed; of that and of a lost one there is a
+    warning."""
     if not path.is_file():
+        if _seal(path).is_file():
+            _log.warning("%s: is gone; it is made anew", path)
         return False
     if is_whole(path):
         return True

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qtool.core.kept import check_begun, drop, has_kept, is_whole, keep
+from qtool.core.kept import begun, drop, has_kept, is_whole, keep
 from qtool.errors import UsageError
 
 
@@ -43,11 +43,76 @@ def test_a_damaged_file_is_removed_with_a_warning(
     assert not list(kept.parent.iterdir())
 
 
+def test_a_file_that_is_gone_is_told(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept.unlink()
+    assert not has_kept(kept)
+    assert "part-0.safetensors: is gone; it is made anew" in caplog.text
+
+
 def test_work_goes_on_with_what_it_was_begun_for(tmp_path: Path) -> None:
+    folder = tmp_path / "out.partial"
     for _ in range(2):
-        check_begun(tmp_path, "abc", "recipe or text")
-    with pytest.raises(UsageError, match=r"was begun with another recipe or text, .* remove the folder"):
-        check_begun(tmp_path, "abd", "recipe or text")
-    (tmp_path / "state.json").write_bytes(b"\xff")
-    with pytest.raises(UsageError, match=r"or state\.json there is damaged; remove the folder"):
-        check_begun(tmp_path, "abc", "recipe or text")
+        with begun(folder, {"recipe": {"bits": 4}, "text": "abc"}):
+            pass
+    with (
+        pytest.raises(UsageError, match=r"out\.partial: was begun with another recipe; .* remove the folder"),
+        begun(folder, {"recipe": {"bits": 3}, "text": "abc"}),
+    ):
+        pass
+    with (
+        pytest.raises(UsageError, match="was begun with another recipe and another text; give"),
+        begun(folder, {"recipe": {"bits": 3}, "text": "abd"}),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("state", [b"\xff", b"", b"[]", b"{}", b"null"])
+def test_a_damaged_state_is_refused(state: bytes, tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_bytes(state)
+    with (
+        pytest.raises(UsageError, match=r"state\.json: is damaged, .*; remove"),
+        begun(tmp_path, {"text": "abc"}),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "checkpoint/", "state.json/", "layer-00000.safetensors"])
+def test_a_folder_that_holds_something_else_is_left_as_it_is(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "out.partial"
+    folder.mkdir()
+    found = folder / name
+    found.mkdir() if name.endswith("/") else found.write_bytes(b"years of work")
+    with (
+        pytest.raises(
+            UsageError, match=rf"out\.partial: holds {found.name}, and no state\.json .* move it away"
+        ),
+        begun(folder, {"text": "abc"}),
+    ):
+        pass
+    assert list(folder.iterdir()) == [found]
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_what_is_no_folder_is_in_the_way(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.partial"
+    path.write_bytes(b"") if kind == "file" else path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match=r"out\.partial: is in the way"), begun(path, {"text": "abc"}):
+        pass
+    assert path.is_symlink() or path.read_bytes() == b""
+
+
+def test_a_run_killed_before_its_state_was_written_is_taken_up(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    (tmp_path / ".state.json.0123abcd.partial").write_bytes(b"{")
+    with begun(tmp_path, {"text": "abc"}):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "state.json"]
+
+
+def test_work_is_one_processes_alone(tmp_path: Path) -> None:
+    with (
+        begun(tmp_path, {"text": "abc"}),
+        pytest.raises(UsageError, match="another run is working there; wait for it"),
+        begun(tmp_path, {"text": "abc"}),
+    ):
+        pass

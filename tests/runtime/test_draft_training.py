@@ -86,7 +86,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(
     with pytest.raises(KilledError):
         run(tiny, chosen, tmp_path / "killed", die_at=die_at)
     assert not (tmp_path / "killed").exists()
-    with pytest.raises(UsageError, match="was begun with another checkpoint, text or options"):
+    with pytest.raises(UsageError, match="was begun with another set of options; give"):
         run(tiny, replace(chosen, head=HeadOptions("medusa")), tmp_path / "killed")
     run(tiny, chosen, tmp_path / "killed")
     for name in ("head.json", "head.safetensors", "training.json"):

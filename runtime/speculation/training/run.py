@@ -1,7 +1,7 @@
 """From a checkpoint and text to trained draft heads, in a folder that a killed run goes on in."""
 
-import hashlib
 import json
+import shutil
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -15,7 +15,7 @@ from qtool.compile.hidden import FINAL, HiddenStates
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.files import new_folder, refuse_existing, resumable, write_text
-from qtool.core.kept import check_begun
+from qtool.core.kept import begun
 from qtool.core.manifest import versions
 from qtool.errors import UsageError
 from qtool.runtime.engines.contract import Engine
@@ -72,11 +72,12 @@ def train_head(
     records = load_records(course.data)
     seeds = read_seeds(tokenizer, records, course.corpus)
     work = output.absolute().with_name(f"{output.name}.partial")
-    work.mkdir(parents=True, exist_ok=True)
-    with resumable(work):
-        inputs = {**asdict(course), "text": digest(records), "model": str(checkpoint.resolve())}
-        fingerprint = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-        check_begun(work, fingerprint, "checkpoint, text or options")
+    decides = {
+        "checkpoint": str(checkpoint.resolve()),
+        "text": digest(records),
+        "set of options": asdict(course),
+    }
+    with resumable(work), begun(work, decides):
         num_shards = -(-len(seeds) // 32)
         done = iter(range(1, num_shards + 1))
         shards = collect(
@@ -117,9 +118,7 @@ def train_head(
         trained.save(folder)
         record = {"course": asdict(course), "report": report.model_dump(), "versions": versions()}
         write_text(folder / REPORT, json.dumps(record, indent=2) + "\n")
-    for file in sorted(work.rglob("*"), reverse=True):
-        file.rmdir() if file.is_dir() else file.unlink()
-    work.rmdir()
+    shutil.rmtree(work)
     return report
 
 
