@@ -33,10 +33,17 @@ class Draft:
 
 
 def find_draft(folder: Path) -> Draft:
-    """What a folder holds that drafts. UsageError when it is missing, QtoolError for a damaged engine."""
+    """What a folder holds that drafts. UsageError when it is missing or holds compiled heads, QtoolError
+    for a damaged engine."""
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder; wanted draft heads or the engine of a draft model")
-    if (folder / HEAD_CONFIG).is_file() or not (folder / ENGINE).is_file():
+    is_engine = (folder / ENGINE).is_file()
+    if is_engine and (folder / HEAD_CONFIG).is_file():
+        raise UsageError(
+            f"{folder}: holds heads that are compiled already, and without what their target shares; "
+            f"name the folder that they were compiled from, or serve with --speculative heads={folder}"
+        )
+    if not is_engine:
         return Draft(folder, None)
     spec = read_spec(folder)
     check_files(folder, spec)

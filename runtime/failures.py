@@ -20,5 +20,9 @@ class GenerationError(QtoolError):
     """A request failed after it was admitted: the engine did, or was stopped."""
 
 
+class NoTokenLeftError(GenerationError):
+    """The request's own rules leave no token that could come next."""
+
+
 class DeadlineExceededError(GenerationError):
     """The request's own time limit passed before its answer was complete."""

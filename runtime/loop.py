@@ -368,7 +368,7 @@ class EngineLoop:
 
     def _output(self, sequence: SequenceState, chosen: NextToken) -> Output:
         if chosen.token is None:
-            return Output(sequence.id, None, error=GenerationError(str(chosen.error)))
+            return Output(sequence.id, None, error=chosen.error)
         prompt_logprobs = None
         if sequence.num_generated == 1 and sequence.params.prompt_logprobs is not None:
             prompt_logprobs = tuple(sequence.prompt_logprobs)

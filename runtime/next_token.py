@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qtool.runtime.engines.contract import Floats
+from qtool.runtime.failures import GenerationError, NoTokenLeftError
 from qtool.runtime.logits import adjusted
 from qtool.runtime.logprobs import TokenLogprobs, token_logprobs
 from qtool.runtime.request import SequenceState
@@ -24,7 +25,7 @@ class NextToken:
 
     token: int | None
     logprobs: TokenLogprobs | None = None
-    error: str | None = None
+    error: GenerationError | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def next_token(
 def _failed(error: Exception) -> NextToken:
     """A sequence that fails, however it does, must not end the others."""
     _log.error("a sequence fails where its next token is chosen", exc_info=error)
-    return NextToken(None, error=f"{type(error).__name__}: {error}")
+    return NextToken(None, error=GenerationError(f"{type(error).__name__}: {error}"))
 
 
 def _choose(row: Floats, sequence: SequenceState, draft: Draft, children: Sequence[int]) -> int:
@@ -150,18 +151,22 @@ def _take(token: int, row: Floats, sequence: SequenceState) -> NextToken:
     if sequence.constraint is not None:
         sequence.constraint.accept(token)
         if sequence.constraint.failure is not None:
-            return NextToken(None, error=sequence.constraint.failure)
+            return NextToken(None, error=GenerationError(sequence.constraint.failure))
     if sequence.params.logprobs is None:
         return NextToken(token)
     return NextToken(token, token_logprobs(row, token, sequence.params.logprobs))
 
 
-def _why_none(row: Floats, sequence: SequenceState) -> str:
+def _why_none(row: Floats, sequence: SequenceState) -> GenerationError:
     if sequence.constraint is not None and sequence.constraint.failure is not None:
-        return sequence.constraint.failure
+        return GenerationError(sequence.constraint.failure)
     if np.isfinite(row.max()):
-        return "no token is left to choose: the request's rules forbid every one"
-    return "the model gave logits that are not finite"
+        rules = sequence.params.forbids + ["the grammar"] * (sequence.constraint is not None)
+        return NoTokenLeftError(
+            f"after {sequence.num_generated} tokens none is left to choose: the request's rules "
+            f"({', '.join(rules)}) together forbid every one; loosen one of them"
+        )
+    return GenerationError("the model gave logits that are not finite")
 
 
 def report_prompts(logits: Floats, chunks: Sequence[Chunk]) -> None:

@@ -147,6 +147,16 @@ class SamplingParams:
             or self.allowed_token_ids is not None
         )
 
+    @property
+    def forbids(self) -> list[str]:
+        """Names of the parameters that keep tokens from coming next."""
+        given = {
+            "min_tokens": self.min_tokens,
+            "bad_words": self.bad_words,
+            "allowed_token_ids": self.allowed_token_ids,
+        }
+        return [name for name, value in given.items() if value]
+
     def generator(self, choice: int = 0) -> np.random.Generator:
         """The generator that draws the tokens of this request's choice and no other's: seed + choice."""
         seed = None if self.seed is None else (self.seed + choice) % 2**_SEED_BITS

@@ -111,7 +111,7 @@ def compile_(
 
     drafts = None if draft is None else find_draft(draft)
     if drafts is not None and drafts.model is not None:
-        refuse_other_vocabulary(tokenizer, Tokenizer.load(drafts.folder), drafts.model.vocab_size)
+        refuse_other_vocabulary(tokenizer, drafts.folder, drafts.model.vocab_size)
     with share_bar(f"compiling for {target}") as progress:
         compile_engine(
             model,

@@ -25,7 +25,11 @@ def spec_report(
         ),
     ] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Sequences at once; repeatable. 1, 4 and 16 if left out.")
+        list[int] | None,
+        typer.Option(
+            min=1,
+            help="Sequences at once; repeatable. If left out 1, 4 and 16, as far as there are prompts.",
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="As your requests have it; 0 is greedy.")] = 0.0,
@@ -45,29 +49,37 @@ def spec_report(
 
     from qtool.cli.progress import progress_bar
     from qtool.compile.engine import DRAFT_FOLDER
+    from qtool.errors import UsageError
     from qtool.runtime.engines import open_engine
     from qtool.runtime.request import SamplingParams
     from qtool.runtime.scheduler import SchedulerConfig
     from qtool.runtime.speculation.build import SpeculationConfig, make_drafters, measure_times, parse_kind
-    from qtool.runtime.speculation.report import make_report, num_runs, read_prompts
+    from qtool.runtime.speculation.prompts import read_prompts, refuse_misfits
+    from qtool.runtime.speculation.report import make_report, num_runs
     from qtool.runtime.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(engine)
     asked = read_prompts(prompts, tokenizer)
     usual = ["ngram", "auto"] if (engine / DRAFT_FOLDER).is_dir() else ["ngram"]
-    names, batches = speculative or usual, batch or [1, 4, 16]
+    names, batches = speculative or usual, batch or [size for size in (1, 4, 16) if size <= len(asked)]
+    if max(batches) > len(asked):
+        raise UsageError(
+            f"--batch {max(batches)}: {prompts} holds {len(asked)} prompts; "
+            "give smaller batches or more prompts"
+        )
     configs = {name: SpeculationConfig(*parse_kind(name), threads=threads, device=device) for name in names}
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, stop_token_ids=tokenizer.eos_token_ids
+    )
     with Console(stderr=True).status(f"loading and timing {engine}"):
         opened = open_engine(engine, threads=threads, device=device)
+        refuse_misfits(asked, opened, params)
         times = measure_times(opened, SchedulerConfig())
         drafters = {
             name: make_drafters(config, opened, tokenizer, engine, times) for name, config in configs.items()
         }
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, stop_token_ids=tokenizer.eos_token_ids
-    )
     with progress_bar("runs", num_runs(len(drafters), len(batches), repeats)) as advance:
-        report = make_report(opened, times, drafters, asked, params, batches, repeats, advance)
+        report = make_report(opened, times, drafters, [*asked.values()], params, batches, repeats, advance)
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=2))
         return

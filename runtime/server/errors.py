@@ -12,7 +12,12 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from qtool.errors import QtoolError, UsageError
-from qtool.runtime.failures import DeadlineExceededError, NotAdmittingError, OverloadedError
+from qtool.runtime.failures import (
+    DeadlineExceededError,
+    NotAdmittingError,
+    NoTokenLeftError,
+    OverloadedError,
+)
 from qtool.runtime.request import ParameterError
 
 _RETRY_AFTER_S = 1.0
@@ -35,6 +40,8 @@ def error_parts(error: QtoolError) -> tuple[int, dict[str, object], dict[str, st
     """
     if isinstance(error, ModelNotFoundError):
         return 404, error_object(str(error), 404, "model"), {}
+    if isinstance(error, NoTokenLeftError):
+        return 400, error_object(str(error), 400), {}
     if isinstance(error, UsageError):
         param = error.param if isinstance(error, ParameterError) else None
         return 400, error_object(str(error), 400, param), {}

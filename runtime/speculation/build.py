@@ -189,7 +189,7 @@ def _open(
         return drafter
     if (path / HEAD_CONFIG).is_file():
         raise UsageError(f"{path}: holds draft heads, no model; say heads={path}")
-    refuse_other_vocabulary(tokenizer, Tokenizer.load(path), engine.vocab_size)
+    refuse_other_vocabulary(tokenizer, path, engine.vocab_size)
     kv_cache_tokens = config.kv_cache_tokens or engine.num_blocks * engine.block_size
     draft = open_engine(path, kv_cache_tokens=kv_cache_tokens, threads=config.threads, device=config.device)
     times = StepTimes(measure_verify_times(draft, _MOST_ROWS), measure_change_ms(draft))

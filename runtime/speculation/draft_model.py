@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -307,12 +308,13 @@ def _fitted(row: Floats, vocab_size: int) -> Floats:
     return np.pad(row, (0, vocab_size - len(row)), constant_values=-np.inf)
 
 
-def refuse_other_vocabulary(target: Tokenizer, draft: Tokenizer, vocab_size: int) -> None:
-    """Raise UsageError unless both tokenizers mean the same by every token."""
+def refuse_other_vocabulary(target: Tokenizer, path: Path, vocab_size: int) -> None:
+    """Raise UsageError unless the tokenizer of the draft model in `path` means the same by every token."""
+    draft = Tokenizer.load(path)
     for token_id in range(vocab_size):
         ours, theirs = target.token(token_id), draft.token(token_id)
         if ours != theirs:
             raise UsageError(
-                f"the draft model has another vocabulary: token {token_id} is {theirs!r} there and {ours!r} "
-                "in the target; a draft model has to share the target's tokenizer"
+                f"{path}: has another vocabulary than the target: token {token_id} is {theirs!r} there and "
+                f"{ours!r} in the target; a draft model has to share the target's tokenizer"
             )

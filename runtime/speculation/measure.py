@@ -82,6 +82,12 @@ class Measured:
                     total[place] += count
 
 
+def new_loop(engine: Engine, speculator: Speculator | None, num_prompts: int, batch: int = 1) -> EngineLoop:
+    """A loop to measure with, which takes the prompts all at once."""
+    config = SchedulerConfig(batch, max(512, batch), prefix_caching=False, max_queue=num_prompts)
+    return EngineLoop(engine, config, lambda _: None, speculator=speculator)
+
+
 def serve_all(
     engine: Engine,
     speculator: Speculator | None,
@@ -95,8 +101,7 @@ def serve_all(
     `lengths` are the answers' largest numbers of tokens, in place of the one of `params`.
     """
     measured = Measured()
-    config = SchedulerConfig(batch, max(512, batch), prefix_caching=False, max_queue=len(prompts))
-    loop = EngineLoop(engine, config, lambda _: None, speculator=speculator)
+    loop = new_loop(engine, speculator, len(prompts), batch)
     loop.observers.append(measured.add)
     times: dict[int, float] = {}
 

@@ -1,22 +1,18 @@
 """What speculation would bring on somebody's own prompts: acceptance by drafter and K, speedups, advice."""
 
-import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from qtool.errors import UsageError
 from qtool.runtime.engines.contract import Engine
 from qtool.runtime.request import SamplingParams
 from qtool.runtime.speculation.contract import Drafter
 from qtool.runtime.speculation.decide import StepTimes
 from qtool.runtime.speculation.measure import Measured, serve_all
 from qtool.runtime.speculation.speculator import Speculator
-from qtool.runtime.tokenizer import Tokenizer
 
 OFF = "off"
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
@@ -75,35 +71,6 @@ class Report:
     drafters: list[DrafterReport]
     recommendation: str
     """A drafter's name, or off."""
-
-
-def read_prompts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
-    """Prompts to measure with: a text file has one a line, asked as a user's message; in a JSONL file each
-    line has ``messages``, or a ``prompt`` to continue. UsageError for a file with none, or a line that is
-    something else."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: the prompts cannot be read ({error})") from error
-    lines = [line for line in text.split("\n") if line.strip()]  # a string in JSON may hold other line ends
-    if not lines:
-        raise UsageError(f"{path}: holds no prompts; write one a line")
-    if path.suffix != ".jsonl":
-        return [tokenizer.encode_chat([{"role": "user", "content": line}]) for line in lines]
-    return [_parse(line, f"{path}:{number}", tokenizer) for number, line in enumerate(lines, 1)]
-
-
-def _parse(line: str, place: str, tokenizer: Tokenizer) -> list[int]:
-    try:
-        body = json.loads(line)
-    except ValueError as error:
-        raise UsageError(f"{place}: is not valid JSON ({error})") from error
-    match body:
-        case {"messages": [*messages]}:
-            return tokenizer.encode_chat(messages)
-        case {"prompt": str(text)}:
-            return tokenizer.encode(text)
-    raise UsageError(f"{place}: has neither a list of messages nor a prompt, which is a text")
 
 
 def make_report(

@@ -30,6 +30,18 @@ def test_a_prompt_may_hold_other_line_ends(qtool: Qtool, tiny: Path, tmp_path: P
     assert json.loads(ended.out)["num_prompts"] == 1
 
 
+def test_a_batch_is_filled_by_prompts(qtool: Qtool, tiny: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("import numpy\n")
+    ended = qtool("spec-report", tiny, "--prompts", prompts, "--batch", "2")
+    assert (ended.code, ended.out) == (2, "")
+    assert "--batch 2: " in ended.err
+    assert "prompts.txt holds 1 prompts; give smaller batches or more prompts" in ended.err
+    ended = qtool("spec-report", tiny, "--prompts", prompts, "--max-tokens", "4", "--repeats", "1", "--json")
+    assert ended.code == 0, ended.err
+    assert list(json.loads(ended.out)["drafters"][0]["measured"]) == ["1"]
+
+
 def test_prompts_that_cannot_be_read_are_refused(qtool: Qtool, tiny: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     for text, said in (("\n", "holds no prompts"), ('{"text": 1}\n', "prompts.jsonl:1: has neither")):

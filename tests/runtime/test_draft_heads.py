@@ -109,6 +109,8 @@ def test_the_compiled_layer_is_the_torch_one_with_weights_and_inputs_in_8_bits(
     head_folder.mkdir()
     head.save(head_folder)
     compile_engine(tiny, "openvino", engine, draft=find_draft(head_folder))
+    with pytest.raises(UsageError, match=r"draft: holds heads that are compiled .* were compiled from"):
+        find_draft(engine / "draft")
     as_compiled = OpenVinoLayer(engine / "draft", num_tokens=96)
     read_spec(engine / "draft").model_copy(update={"openvino": None}).save(engine / "draft")
     unrounded = OpenVinoLayer(engine / "draft", num_tokens=96)

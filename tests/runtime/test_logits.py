@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from qtool.runtime.constraint import Bitmask, allowed_tokens, bitmask_width
+from qtool.runtime.failures import NoTokenLeftError
 from qtool.runtime.logits import adjusted
 from qtool.runtime.logprobs import token_logprobs
 from qtool.runtime.next_token import next_token
@@ -117,7 +118,7 @@ def test_a_grammar_that_fails_ends_its_own_sequence_and_no_other(method: str) ->
     setattr(Failing, method, fail)
     bad = state(SamplingParams(), options=RequestOptions(constraint=lambda: Failing([35])))
     failed, fine = next_token(row(), bad), next_token(row(), state(SamplingParams(temperature=0)))
-    assert (failed.token, failed.error) == (
+    assert (failed.token, str(failed.error)) == (
         None,
         "the request's grammar failed: ValueError: the grammar is lost",
     )
@@ -135,7 +136,10 @@ def test_bits_of_a_mask_are_tokens_least_significant_first(token: int) -> None:
 def test_forbidding_every_token_and_logits_that_are_not_finite_are_told_apart() -> None:
     params = SamplingParams(allowed_token_ids=frozenset({3}), bad_words=((3,),))
     nothing, broken = next_token(row(), state(params)), next_token(row() * np.nan, state(params))
-    assert "forbid every one" in str(nothing.error)
+    assert isinstance(nothing.error, NoTokenLeftError)
+    assert "after 0 tokens none is left" in str(nothing.error)
+    assert "rules (bad_words, allowed_token_ids) together forbid every one" in str(nothing.error)
+    assert not isinstance(broken.error, NoTokenLeftError)
     assert "not finite" in str(broken.error)
 
 

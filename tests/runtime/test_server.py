@@ -395,6 +395,17 @@ def test_a_bad_request_is_400_and_names_the_field(
     assert "\n" not in error["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_rules_that_exclude_each_other_are_the_requests_fault(
+    stream: bool, served: Served[FakeEngine], byte_tokenizer: Tokenizer
+) -> None:
+    rules = {"allowed_token_ids": byte_tokenizer.encode("a", add_special_tokens=False), "bad_words": ["a"]}
+    response = post(served, "completions", prompt="x", stream=stream, **rules)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (400, "invalid_request_error")
+    assert "rules (bad_words, allowed_token_ids) together forbid every one" in error["message"]
+
+
 def test_what_is_no_request_at_all_gets_an_error_object_too(served: Served[FakeEngine]) -> None:
     url = f"{served.url}/v1/completions"
     headers = {"content-type": "application/json"}

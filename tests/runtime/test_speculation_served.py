@@ -14,12 +14,12 @@ from qtool.runtime.speculation.contract import Draft, Drafter, DraftRequest
 from qtool.runtime.speculation.decide import StepTimes
 from qtool.runtime.speculation.measure import serve_all
 from qtool.runtime.speculation.ngram import NgramDrafter
+from qtool.runtime.speculation.prompts import read_prompts, refuse_misfits
 from qtool.runtime.speculation.report import (
     DrafterReport,
     Speedup,
     make_report,
     num_runs,
-    read_prompts,
     recommend,
 )
 from qtool.runtime.speculation.speculator import Speculator
@@ -186,15 +186,48 @@ def test_prompts_are_read_from_text_and_json_lines_or_refused(
     lines.write_text("Hello\n\nWorld\n")
     chats = tmp_path / "prompts.jsonl"
     chats.write_text('{"messages": [{"role": "user", "content": "Hello"}]}\n{"prompt": "World"}\n')
-    first, second = read_prompts(lines, byte_tokenizer)
-    assert read_prompts(chats, byte_tokenizer) == [first, byte_tokenizer.encode("World")]
+    prompts = read_prompts(lines, byte_tokenizer)
+    assert list(prompts) == [f"{lines}:1", f"{lines}:3"]
+    first, second = prompts.values()
+    assert list(read_prompts(chats, byte_tokenizer).values()) == [first, byte_tokenizer.encode("World")]
     assert second != byte_tokenizer.encode("World")
-    for content, problem in (("", "holds no prompts"), ("x", "not valid JSON"), ('{"text": "x"}', "neither")):
-        chats.write_text(content)
-        with pytest.raises(UsageError, match=problem):
-            read_prompts(chats, byte_tokenizer)
     with pytest.raises(UsageError, match="cannot be read"):
         read_prompts(tmp_path / "nowhere", byte_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("", "prompts.jsonl: holds no prompts"),
+        ("x", "prompts.jsonl:3: is not valid JSON"),
+        ("[" * 100_000, "prompts.jsonl:3: is not valid JSON"),
+        ('{"text": "x"}', "prompts.jsonl:3: has neither"),
+        ('{"messages": []}', "prompts.jsonl:3: has neither"),
+        ('{"messages": ["x"]}', "prompts.jsonl:3: has neither"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(
+    line: str, problem: str, byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(f"\n\n{line}\n")
+    with pytest.raises(UsageError) as refused:
+        read_prompts(prompts, byte_tokenizer)
+    assert problem in str(refused.value)
+
+
+def test_a_chat_that_the_model_cannot_take_is_named(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((tiny / "tokenizer.json").read_bytes())
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hello\n")
+    with pytest.raises(UsageError, match=r"prompts\.txt:1: messages: this model has no chat template"):
+        read_prompts(prompts, Tokenizer.load(tmp_path))
+
+
+@pytest.mark.parametrize(("length", "problem"), [(0, "prompt"), (1000, "1008, but the KV cache holds 64")])
+def test_a_prompt_that_cannot_be_served_is_named(length: int, problem: str) -> None:
+    with pytest.raises(UsageError, match=f"prompts.txt:7: .*{problem}"):
+        refuse_misfits({"prompts.txt:7": [5] * length}, FakeEngine(), SamplingParams(max_tokens=8))
 
 
 def test_the_time_to_the_first_token_leaves_out_the_wait_for_requests_before() -> None:
