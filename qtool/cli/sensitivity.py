@@ -87,10 +87,10 @@ def _said(report: "Report") -> list[str]:
     """How well the ranking foretells, and whether the model has the order that articles give."""
     from qtool.quantize.sensitivity import EXPECTED
 
-    lines = []
-    if report.rank_correlation is not None:
-        count = sum(part.measured is not None for part in report.parts)
-        lines.append(f"rank correlation with {count} measured parts: {report.rank_correlation:.2f}")
+    count = sum(part.measured is not None for part in report.parts)
+    rho = report.rank_correlation
+    told = "none, since that takes 3 (--check)" if rho is None else f"{rho:.2f}"
+    lines = [f"rank correlation with {count} measured parts: {told}"]
     for kind, kls in report.together.items():
         order = report.order(kind)
         agrees = "as" if order == EXPECTED else "not as"

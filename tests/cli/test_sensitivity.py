@@ -16,6 +16,12 @@ def test_the_table_says_how_well_it_ranks_and_whether_the_model_agrees(qtool: Qt
     assert "layers 3/3" in ended.err
 
 
+def test_too_few_measured_parts_rank_nothing(qtool: Qtool, tiny: Path) -> None:
+    ended = qtool("sensitivity", tiny, *SHORT[:-1], "2")
+    assert ended.code == 0
+    assert "rank correlation with 2 measured parts: none, since that takes 3 (--check)" in ended.out
+
+
 def test_a_recipe_says_which_parts_and_a_picture_is_drawn(qtool: Qtool, tiny: Path, tmp_path: Path) -> None:
     picture = tmp_path / "parts.png"
     ended = qtool("sensitivity", tiny, *SHORT, "-r", "smoothquant8", "--json", "--plot", picture)
