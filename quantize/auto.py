@@ -82,7 +82,7 @@ def allocate(
     """
     groups = list(dict.fromkeys(of_one_format(module, choices) for module in choices))
     weights = {module: runner.linears()[module].weight.shape for module in choices}
-    dtypes = {module: _stored_dtype(runner, module) for module in choices}
+    dtypes = {module: stored_dtype(runner, module) for module in choices}
     sizes = [
         [
             sum(stored_bytes(choices[one][place], *weights[one], dtypes[one]) for one in group)
@@ -121,7 +121,8 @@ def stored_bytes(scheme: WeightScheme, out_features: int, in_features: int, dtyp
     return sum(tensor.nbytes for name, tensor in stored.items() if name != "m.weight_shape")
 
 
-def _stored_dtype(runner: LayerRunner, module: str) -> torch.dtype:
+def stored_dtype(runner: LayerRunner, module: str) -> torch.dtype:
+    """The dtype in which a linear's weight is stored, and its scales will be."""
     name = runner.head_weight if module == HEAD else f"{module}.weight"
     return {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}[runner.checkpoint.dtype(name)]
 

@@ -55,11 +55,9 @@ def quantize_checkpoint(
     """
     started = time.monotonic()
     refuse_existing(output)
-    source = Checkpoint(checkpoint)
-    if source.format is not None:
-        raise UsageError(f"{checkpoint}: is quantized already; name the checkpoint that it was made from")
+    source = open_plain(checkpoint)
     runner = LayerRunner(source, fast=True, device=devices[0])
-    plan = _plan(recipe, runner)
+    plan = plan_for(recipe, runner)
     windows, text_digest = recipe_windows(source, recipe.calibration)
     check_vocabulary(windows, runner.vocab_size, checkpoint)
     release_freed_memory()  # a tokenizer and what it makes of a text take a hundred megabytes
@@ -90,8 +88,19 @@ def quantize_checkpoint(
     return manifest
 
 
-def _plan(recipe: Recipe, runner: LayerRunner) -> Plan:
-    """What rules say, and all of it checked, that of ``auto`` too."""
+def open_plain(checkpoint: Path) -> Checkpoint:
+    """Open a checkpoint to be quantized. Raises UsageError when it is quantized already."""
+    source = Checkpoint(checkpoint)
+    if source.format is not None:
+        raise UsageError(f"{checkpoint}: is quantized already; name the checkpoint that it was made from")
+    return source
+
+
+def plan_for(recipe: Recipe, runner: LayerRunner) -> Plan:
+    """What a recipe's rules say for a model, and all of it checked, that of ``auto`` too.
+
+    Raises UsageError for what does not fit the model.
+    """
     linears = in_features(runner)
     _refuse_plain(recipe.quantization, runner)
     if recipe.calibration.all_experts and not routers(runner.model):

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qtool.cli.output import size_text, stdout_console
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -34,7 +36,6 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Linears and bits, bytes by part, KV bytes a token, and the floor of a decode and a prefill step."""
-    from qtool.cli.output import stdout_console
     from qtool.compile.targets import KV_PRECISIONS, TARGETS
     from qtool.core.sources import resolve
     from qtool.errors import UsageError, nearest
@@ -112,11 +113,11 @@ def _facts(found: "Inspection") -> "Table":
     table.add_row("kind", found.kind)
     table.add_row("architecture", f"{found.architecture}, {found.num_layers} layers")
     table.add_row("parameters", f"{found.parameters / 1e6:,.1f} M")
-    table.add_row("weights", _size(found.weight_bytes))
+    table.add_row("weights", size_text(found.weight_bytes))
     table.add_row("longest context", f"{found.max_context:,} tokens")
     for name, size in found.kv_bytes_per_token.items():
         table.add_row(
-            f"KV cache, {name}", f"{size:,} bytes a token, {_size(size * found.max_context)} at most"
+            f"KV cache, {name}", f"{size:,} bytes a token, {size_text(size * found.max_context)} at most"
         )
     if found.engine is not None:
         table.add_row("block", f"{found.engine.block_size} tokens")
@@ -141,7 +142,7 @@ def _facts(found: "Inspection") -> "Table":
 def _parts(found: "Inspection") -> "Table":
     table = _table("bytes", "part", "size", "share")
     for name, size in sorted(found.parts.items(), key=lambda item: -item[1]):
-        table.add_row(name, _size(size), f"{size / found.weight_bytes:.1%}")
+        table.add_row(name, size_text(size), f"{size / found.weight_bytes:.1%}")
     return table
 
 
@@ -155,7 +156,7 @@ def _linears(found: "Inspection") -> "Table":
             shape,
             row.scheme,
             f"{row.bits:.2f}",
-            _size(row.bytes),
+            size_text(row.bytes),
         )
     return table
 
@@ -164,7 +165,7 @@ def _profiles(found: "Inspection") -> "Table":
     table = _table("profiles", "call", "least, best and largest sizes", "memory of a context")
     for profile in found.profiles:
         sizes = ", ".join(f"{name} {low}/{best}/{high}" for name, (low, best, high) in profile.sizes.items())
-        table.add_row(profile.kind, sizes, _size(profile.activation_bytes))
+        table.add_row(profile.kind, sizes, size_text(profile.activation_bytes))
     return table
 
 
@@ -180,7 +181,7 @@ def _steps(steps: dict[str, "Step"], machine: "Machine | None", kv_cache: str) -
         *("sequences x tokens", "moved", "GFLOP", "at least", "tokens/s", "bound by"),
     )
     for name, step in steps.items():
-        moved = (name, _size(step.bytes), f"{step.flops / 1e9:.2f}")
+        moved = (name, size_text(step.bytes), f"{step.flops / 1e9:.2f}")
         if step.time is None:
             table.add_row(*moved, "", "", "")
         else:
@@ -200,7 +201,3 @@ def _table(title: str, *columns: str) -> "Table":
 
 def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _size(size: float) -> str:
-    return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.2f} GB"

@@ -1,9 +1,15 @@
 """``qtool recipe``: list, show and check recipes, and print their JSON Schema."""
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from qtool.cli.output import size_text, stdout_console
+
+if TYPE_CHECKING:
+    from qtool.core.recipe import Calibration
+    from qtool.quantize.preview import Preview
 
 app = typer.Typer(no_args_is_help=True, help="List, show and check recipes.")
 
@@ -42,12 +48,18 @@ def show(
 @app.command()
 def check(
     references: Annotated[list[str], typer.Argument(metavar="RECIPE...", help="Files or shipped names.")],
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(help="Folder, .gguf file, built-in model or hub id: what it would become is printed."),
+    ] = None,
 ) -> None:
     """Say ok, or everything that is wrong with exit code 2, for each recipe."""
     from qtool.compile.targets import check_target
+    from qtool.core.sources import resolve
     from qtool.errors import UsageError
     from qtool.recipes import find_recipe
 
+    model = None if checkpoint is None else resolve(checkpoint)
     problems = []
     for reference in references:
         try:
@@ -60,10 +72,50 @@ def check(
                 check_target(engine.target, engine.kv_cache, engine.tensorrt, engine.openvino)
         except UsageError as error:
             problems.append(f"{reference}: compile: {error}")
-        else:
+            continue
+        if model is None:
             typer.echo(f"{reference}: ok")
+            continue
+        from qtool.quantize.preview import preview  # torch
+
+        try:
+            found = preview(model, recipe)
+        except UsageError as error:
+            problems.append(f"{reference}: {error}")
+            continue
+        typer.echo(f"{reference}: ok")
+        _print(found, recipe.calibration)
     if problems:
         raise UsageError("\n".join(problems))
+
+
+def _print(found: "Preview", calibration: "Calibration") -> None:
+    """What would become of a model: its linears, its size, and what that takes."""
+    from rich.table import Table
+
+    def sizes(least: int, most: int) -> str:
+        return size_text(least) if least == most else f"{size_text(least)} to {size_text(most)}"
+
+    table = Table()
+    for heading in ("linears", "become", "by", "of", "to", "such as"):
+        table.add_column(heading, justify="right" if heading in ("linears", "of", "to") else "left")
+    for part in found.parts:
+        table.add_row(
+            str(len(part.linears)),
+            part.becomes,
+            part.method,
+            size_text(part.before),
+            sizes(part.least, part.most),
+            part.linears[0],
+        )
+    console = stdout_console()
+    console.print(table)
+    text = f"{calibration.num_samples} windows of {calibration.seq_len} tokens of {calibration.dataset}"
+    console.print(
+        f"checkpoint: {size_text(found.before)} now, {sizes(found.least, found.most)} then; "
+        f"{found.kv_cache or 'KV cache as it is'}; calibrates on {text if found.calibrates else 'nothing'}",
+        soft_wrap=True,
+    )
 
 
 @app.command()

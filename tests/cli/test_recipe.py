@@ -88,3 +88,17 @@ def test_the_documented_recipe_is_valid_and_says_every_key(qtool: Qtool, tmp_pat
     sections = [one for name, one in schema["$defs"].items() if not name.endswith("Options")]
     keys = set(schema["properties"]).union(*(one["properties"] for one in sections))
     assert {key for key in keys if f"{key}:" not in page and f"`{key}`" not in page} == set()
+
+
+def test_check_for_a_model_prints_what_would_become_of_it(qtool: Qtool, tiny: Path, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text(GOOD + "      weights: fp8\n")
+    bad.write_text(GOOD)  # groups of 128, and 96 inputs
+    ended = qtool("recipe", "check", bad, good, "--checkpoint", tiny)
+    assert ended.code == 2
+    assert f"{bad}: quantization: weights.group_size 128 does not divide in_features 96" in ended.err
+    lines = ended.out.splitlines()
+    assert lines[0] == f"{good}: ok"
+    assert lines[-1].endswith("KV cache as it is; calibrates on nothing")
+    (row,) = [line for line in lines if "gate_proj" in line]
+    assert [cell.strip() for cell in row.split("│")[1:4]] == ["9", "fp8, channel", "rtn"]

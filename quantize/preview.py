@@ -1,0 +1,90 @@
+"""What a recipe would make of a model, found without its weights: which linears become what, of what size."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qtool.calibrate.layers import LayerRunner
+from qtool.calibrate.skeleton import HEAD
+from qtool.core.recipe import Recipe
+from qtool.core.schemes import WeightScheme
+from qtool.quantize.auto import in_features, stored_bytes, stored_dtype
+from qtool.quantize.pipeline import open_plain, plan_for
+from qtool.quantize.plan import candidates
+
+
+@dataclass(frozen=True)
+class Part:
+    """Linears that become alike."""
+
+    linears: tuple[str, ...]
+    """Full names, in the model's order."""
+    becomes: str
+    """A number format, or those that ``auto`` chooses from; full precision where they stay as they are."""
+    method: str
+    """Empty where they stay."""
+    before: int
+    """Bytes of their weights."""
+    least: int
+    """Bytes of codes, scales and zero points, if ``auto`` took the smallest formats."""
+    most: int
+    """The same, if it took the largest; its budget lies between the two."""
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What becomes of a checkpoint."""
+
+    parts: tuple[Part, ...]
+    kv_cache: str | None
+    calibrates: bool
+    """Whether anything goes by the calibration text."""
+    before: int
+    """Bytes of all tensors."""
+    least: int
+    most: int
+
+
+def preview(checkpoint: Path, recipe: Recipe) -> Preview:
+    """What `quantize_checkpoint` would do. Raises what that raises before any work."""
+    runner = LayerRunner(open_plain(checkpoint))
+    plan, linears = plan_for(recipe, runner), in_features(runner)
+    quantization = recipe.quantization
+    of_auto = candidates(quantization, linears)
+    alike: dict[tuple[Sequence[WeightScheme], str, str], list[str]] = defaultdict(list)
+    for module in linears:
+        if module in plan.assigned:
+            one = plan.assigned[module]
+            alike[(one.scheme,), str(one.computes_with), one.method.name].append(module)
+        elif module in of_auto and quantization.auto is not None:
+            formats, method = " or ".join(map(str, of_auto[module])), quantization.auto.method.name
+            alike[of_auto[module], formats, method].append(module)
+        else:
+            alike[(), "full precision", ""].append(module)
+    parts = tuple(_part(runner, names, *key) for key, names in alike.items())
+    table = runner.checkpoint.num_bytes(runner.head_weight) if runner.tied else 0
+    stays = 0 if {HEAD} & (plan.assigned.keys() | of_auto.keys()) else table
+    before = sum(map(runner.checkpoint.num_bytes, runner.checkpoint))
+    rest = before - sum(part.before for part in parts) + table
+    return Preview(
+        parts=parts,
+        kv_cache=None if plan.kv_cache is None else str(plan.kv_cache),
+        calibrates=bool(of_auto) or any(map(plan.calibrates, linears)),
+        before=before,
+        least=rest + sum(part.least for part in parts) - stays,
+        most=rest + sum(part.most for part in parts) - stays,
+    )
+
+
+def _part(
+    runner: LayerRunner, names: Sequence[str], schemes: Sequence[WeightScheme], becomes: str, method: str
+) -> Part:
+    before = least = most = 0
+    for name in names:
+        stored = runner.head_weight if name == HEAD else f"{name}.weight"
+        size = runner.checkpoint.num_bytes(stored)
+        shape, dtype = runner.linears()[name].weight.shape, stored_dtype(runner, name)
+        sizes = [stored_bytes(scheme, *shape, dtype) for scheme in schemes] or [size]
+        before, least, most = before + size, least + min(sizes), most + max(sizes)
+    return Part(tuple(names), becomes, method, before, least, most)
