@@ -33,6 +33,10 @@ def begun(folder: Path, decides: Mapping[str, object]) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UsageError(f"{folder}: another run is working there; wait for it") from error
+        except OSError as error:
+            _log.warning(
+                "%s: this file system has no locks (%s); let no other run work there", folder, error.strerror
+            )
         _check_begun(folder / _STATE, {word: _digest(value) for word, value in decides.items()})
         yield
 

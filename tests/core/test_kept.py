@@ -1,5 +1,8 @@
 """Files that are kept for a later run: taken when they are whole and made for the same."""
 
+import errno
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -107,6 +110,18 @@ def test_a_run_killed_before_its_state_was_written_is_taken_up(tmp_path: Path) -
     with begun(tmp_path, {"text": "abc"}):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "state.json"]
+
+
+def test_a_file_system_without_locks_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with begun(tmp_path / "out.partial", {"text": "abc"}):
+        pass
+    assert "has no locks (No locks available); let no other run work there" in caplog.text
 
 
 def test_work_is_one_processes_alone(tmp_path: Path) -> None:
