@@ -12,6 +12,28 @@ from qtool.errors import QtoolError
 
 _BLOCK = 256
 """Rows of a second moment that are used at once."""
+_HELD_OUT = 256
+"""Tokens that are kept as they are, at most."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Some tokens as they are, and what the others saw: to judge choices on what they were not made by.
+
+    tokens [S, K] are evenly spaced among the later halves of windows; low and high [K] are of the earlier.
+    """
+
+    tokens: Tensor
+    low: Tensor
+    high: Tensor
+
+    def divided(self, scale: Tensor) -> "HeldOut":
+        """The same of ``x / scale``."""
+        return HeldOut(self.tokens / scale, self.low / scale, self.high / scale)
+
+    def to(self, device: torch.device) -> "HeldOut":
+        """The same on a device."""
+        return HeldOut(self.tokens.to(device), self.low.to(device), self.high.to(device))
 
 
 @dataclass(frozen=True)
@@ -27,6 +49,7 @@ class InputStatistics:
     low: Tensor
     high: Tensor
     tokens: int
+    held_out: HeldOut
 
     @property
     def max_abs(self) -> Tensor:
@@ -41,6 +64,7 @@ class InputStatistics:
             self.low / scale,
             self.high / scale,
             self.tokens,
+            self.held_out.divided(scale),
         )
 
     def to(self, device: torch.device) -> "InputStatistics":
@@ -53,6 +77,7 @@ class InputStatistics:
             self.low.to(device),
             self.high.to(device),
             self.tokens,
+            self.held_out.to(device),
         )
 
     def output_power(self, weight: Tensor) -> float:
@@ -79,18 +104,37 @@ def pooled(statistics: Sequence[InputStatistics]) -> InputStatistics:
     for one in statistics:
         moment.add_(one.second_moment, alpha=one.tokens / tokens)
         mean_abs.add_(one.mean_abs, alpha=one.tokens / tokens)
-    low = torch.stack([one.low for one in statistics]).amin(0)
-    high = torch.stack([one.high for one in statistics]).amax(0)
-    return InputStatistics(moment, mean_abs, low, high, tokens)
+    low, high = _ends([(one.low, one.high) for one in statistics])
+    apart = [one.held_out for one in statistics]
+    held_out = HeldOut(
+        torch.cat([one.tokens for one in apart]), *_ends([(one.low, one.high) for one in apart])
+    )
+    return InputStatistics(moment, mean_abs, low, high, tokens, held_out)
+
+
+def _ends(ranges: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    lows, highs = zip(*ranges, strict=True)
+    return torch.stack(lows).amin(0), torch.stack(highs).amax(0)
+
+
+class _Range:
+    def __init__(self, in_features: int, device: torch.device) -> None:
+        self.low = torch.full((in_features,), torch.inf, device=device)
+        self.high = -self.low
+
+    def add(self, x: Tensor) -> None:
+        if len(x):
+            self.low, self.high = torch.minimum(self.low, x.amin(0)), torch.maximum(self.high, x.amax(0))
 
 
 class _Sums:
     def __init__(self, in_features: int, device: torch.device) -> None:
         self.second_moment = torch.zeros(in_features, in_features, device=device)
         self.sum_abs = torch.zeros(in_features, device=device)
-        self.low = torch.full((in_features,), torch.inf, device=device)
-        self.high = -self.low
+        self.earlier, self.later = _Range(in_features, device), _Range(in_features, device)
         self.tokens = 0
+        self._held_out: list[Tensor] = []
+        self._num_later, self._stride = 0, 1
 
     def add(self, x: Tensor) -> None:
         x = x.float()
@@ -99,8 +143,18 @@ class _Sums:
                 x[:, start : start + _BLOCK].T, x[:, start:]
             )
         self.sum_abs += x.abs().sum(0)
-        self.low, self.high = torch.minimum(self.low, x.amin(0)), torch.maximum(self.high, x.amax(0))
+        earlier, later = x.tensor_split([(len(x) + 1) // 2])
+        self.earlier.add(earlier)
+        self.later.add(later)
+        self._hold_out(later)
         self.tokens += len(x)
+
+    def _hold_out(self, x: Tensor) -> None:
+        """Keep each token whose number `_stride` divides; every second of those, when they are too many."""
+        self._held_out += (row.clone() for row in x[-self._num_later % self._stride :: self._stride])
+        self._num_later += len(x)
+        while len(self._held_out) > _HELD_OUT:
+            self._held_out, self._stride = self._held_out[::2], 2 * self._stride
 
     def finish(self) -> InputStatistics:
         """End the sum, in place: moments of wide linears are most of what memory has to hold."""
@@ -109,7 +163,10 @@ class _Sums:
         for start in range(0, len(moment), _BLOCK):
             rows, below = slice(start, start + _BLOCK), slice(start + _BLOCK, None)
             moment[below, rows] = moment[rows, below].T
-        return InputStatistics(moment, self.sum_abs / tokens, self.low, self.high, tokens)
+        low, high = _ends([(part.low, part.high) for part in (self.earlier, self.later)])
+        some = torch.stack(self._held_out) if self._held_out else moment.new_empty(0, len(moment))
+        held_out = HeldOut(some, self.earlier.low, self.earlier.high)
+        return InputStatistics(moment, self.sum_abs / tokens, low, high, tokens, held_out)
 
 
 class Collector:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from qtool.calibrate.experts import expert_of
-from qtool.calibrate.statistics import InputStatistics
+from qtool.calibrate.statistics import HeldOut, InputStatistics
 from qtool.core.recipe import Rtn
 from qtool.quantize.plan import Assignment
 
@@ -35,7 +35,8 @@ def complete(
                 )
                 ends = torch.full((size,), low, device=device), torch.full((size,), high, device=device)
                 moment, mean = torch.eye(size, device=device), torch.ones(size, device=device)
-                whole[module] = InputStatistics(moment, mean, *ends, tokens=0)
+                none = HeldOut(torch.empty(0, size, device=device), *ends)
+                whole[module] = InputStatistics(moment, mean, *ends, tokens=0, held_out=none)
     return whole
 
 

@@ -80,9 +80,8 @@ def quantize_layer(
     """
     seen, poor = dict(statistics), starved(assigned, statistics)
     assigned = {**assigned, **poor}
-    signal = {module: _power(layer.weight(module), seen.get(module)) for module in assigned}
     before = {
-        module: _sqnr_db(signal[module], _rounding_noise(layer, module, one, seen.get(module)))
+        module: _sqnr_db(layer.weight(module), _rounding_error(layer, module, one), seen.get(module))
         for module, one in assigned.items()
         if not _just_rounds(one, seen.get(module))
     }
@@ -102,7 +101,6 @@ def quantize_layer(
         try:
             if module == closing:
                 weight, given = _aimed(layer, module, assignment)
-                signal[module] = _power(weight, given)
             weight = weight.to(device)
             given = None if given is None else given.to(device)
             scale = None if scale is None else scale.to(device)
@@ -112,7 +110,7 @@ def quantize_layer(
         tensors.update(
             compressed_tensors.encode(module, chosen.weight, calibrated(assignment.activation, given))
         )
-        after = _sqnr_db(signal[module], _power(chosen.weight.dequantize() - weight, given))
+        after = _sqnr_db(weight, chosen.weight.dequantize() - weight, given)
         layer.weight(module).copy_(chosen.weight.dequantize())
         record = _record(assignment, chosen, given, folded.get(module), before.get(module, after), after)
         return record.model_copy(update={"starved": True}) if module in poor else record
@@ -209,21 +207,28 @@ def _just_rounds(assignment: Assignment, seen: InputStatistics | None) -> bool:
     return seen is None and isinstance(assignment.method, Rtn) and not assignment.method.search_range
 
 
-def _rounding_noise(
-    layer: LoadedLayer, module: str, assignment: Assignment, seen: InputStatistics | None
-) -> float:
-    """The power of what the linear would lose without any method."""
+def _rounding_error(layer: LoadedLayer, module: str, assignment: Assignment) -> Tensor:
+    """What a weight [N, K] loses without any method."""
     weight = layer.weight(module)
-    rounded = rtn(weight, assignment.scheme, layer.dtypes[f"{module}.weight"])
-    return _power(rounded.dequantize() - weight, seen)
+    return rtn(weight, assignment.scheme, layer.dtypes[f"{module}.weight"]).dequantize() - weight
 
 
-def _sqnr_db(signal: float, noise: float) -> float:
+def _sqnr_db(weight: Tensor, error: Tensor, seen: InputStatistics | None) -> float:
+    """Power of the output of a weight [N, K] over that of its error, in dB."""
+    signal, noise = _power(weight, seen), _power(error, seen)
     if noise <= signal * 10 ** (-_MOST_DB / 10):
         return _MOST_DB
-    return 10 * math.log10(signal / noise) if signal > 0 else -_MOST_DB
+    return max(10 * math.log10(signal / noise), -_MOST_DB) if signal > 0 else -_MOST_DB
 
 
 def _power(weight: Tensor, seen: InputStatistics | None) -> float:
-    """Of the output of a weight [N, K]; unseen inputs are taken to be noise of power 1."""
-    return seen.output_power(weight) if seen else float(weight.square().sum(1).sum(dtype=torch.float64))
+    """Of the output of a weight [N, K]; unseen inputs are taken to be noise of power 1.
+
+    The weight is brought to 1 first: squares of what float32 holds need not fit into it.
+    """
+    largest = float(weight.abs().max())
+    if not largest:
+        return 0.0
+    one = weight / largest
+    power = seen.output_power(one) if seen else float(one.square().sum(1).sum(dtype=torch.float64))
+    return largest**2 * power

@@ -11,7 +11,7 @@ from qtool.core.recipe import Awq, AwqGptq, Best, SmoothQuant
 from qtool.quantize.folding import absorbers, fold
 from qtool.quantize.methods.awq import search_scale
 from qtool.quantize.methods.scale import ChannelScale
-from qtool.quantize.methods.smoothquant import smoothing_scale
+from qtool.quantize.methods.smoothquant import search_smoothing, smoothing_scale
 from qtool.quantize.plan import Assignment
 
 Scaling = Awq | AwqGptq | Best | SmoothQuant
@@ -73,8 +73,11 @@ def _scale(
     *,
     powers_of_two: bool,
 ) -> ChannelScale:
+    schemes = [one.scheme for one in assigned]
     if isinstance(method, SmoothQuant):
+        if method.alpha is None:
+            activations = [one.activation for one in assigned]
+            return search_smoothing(weights, seen, schemes, activations, dtype, powers_of_two=powers_of_two)
         found = smoothing_scale(weights, pooled(seen), method.alpha)
         return found.in_powers_of_two() if powers_of_two else found
-    schemes = [one.scheme for one in assigned]
     return search_scale(weights, seen, schemes, method.grid, dtype, powers_of_two=powers_of_two)

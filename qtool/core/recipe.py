@@ -95,7 +95,9 @@ class SmoothQuant(_Method):
     """SmoothQuant: move the range of loud inputs into the weights, then round to nearest."""
 
     name: Literal["smoothquant"] = "smoothquant"
-    alpha: float = Field(0.5, ge=0, le=1, description="share of the inputs' range that weights take over")
+    alpha: float | None = Field(
+        None, ge=0, le=1, description="share of the inputs' range that weights take over; null: searched"
+    )
     search_range: bool = Field(False, description="shrink each group's range to the least square error")
 
 

@@ -100,3 +100,26 @@ def test_an_input_that_is_not_finite_is_an_error_naming_the_layer(bad: float) ->
         pytest.raises(QtoolError, match=r"layers\.3\.mlp\.up_proj: its input is NaN or infinite"),
     ):
         mlp(torch.tensor([[1.0, 2.0, bad, 0.0, 1.0]]))
+
+
+@pytest.mark.parametrize("lengths", [[6, 6], [1, 1], [5, 1, 8], [700, 300, 500]])
+@torch.no_grad()
+def test_tokens_are_held_out_of_the_later_halves_and_ranges_are_of_the_earlier(lengths: list[int]) -> None:
+    numbered = torch.arange(sum(lengths)).float()[:, None] * torch.tensor([1.0, -1.0])
+    linear, collector = nn.Linear(2, 1), Collector()
+    with collector.watching({"it": linear}):
+        for window in numbered.split(lengths):
+            linear(window[None])
+    seen = collector.statistics()["it"]
+    halves = [window.tensor_split([(len(window) + 1) // 2]) for window in numbered.split(lengths)]
+    earlier, later = (torch.cat(parts) for parts in zip(*halves, strict=True))
+    stride = 1
+    while len(later[::stride]) > 256:
+        stride *= 2
+    assert torch.equal(seen.held_out.tokens, later[::stride])
+    assert torch.equal(seen.held_out.low, earlier.amin(0))
+    assert torch.equal(seen.held_out.high, earlier.amax(0))
+    assert torch.equal(seen.low, numbered.amin(0))
+    assert torch.equal(seen.high, numbered.amax(0))
+    halved = seen.divided(torch.tensor([2.0, 4.0])).held_out
+    assert torch.equal(halved.tokens, seen.held_out.tokens / torch.tensor([2.0, 4.0]))

@@ -1,13 +1,9 @@
 import pytest
 import torch
 
-from qtool.calibrate.statistics import InputStatistics
 from qtool.core.schemes import NVFP4_ACTIVATIONS, ActivationScheme
 from qtool.quantize.activations import calibrated
-
-
-def seen_of(x: torch.Tensor) -> InputStatistics:
-    return InputStatistics(x.T @ x / len(x), x.abs().mean(0), x.amin(0), x.amax(0), len(x))
+from tests.quantize.seen import statistics_of
 
 
 @pytest.mark.parametrize(
@@ -25,7 +21,7 @@ def test_calibrated_inputs_come_back_within_half_a_step(scheme: ActivationScheme
     torch.manual_seed(0)
     x = torch.rand(200, 32) * 1.25 - 0.25
     x[0, 0], x[0, 1] = 1.0, -0.25
-    activation = calibrated(scheme, seen_of(x))
+    activation = calibrated(scheme, statistics_of(x))
     assert activation is not None
     # The zero point is rounded too: half a step more at the ends.
     assert (
@@ -36,10 +32,10 @@ def test_calibrated_inputs_come_back_within_half_a_step(scheme: ActivationScheme
 def test_inputs_of_zero_get_a_scale_that_gives_zeros_back() -> None:
     zeros = torch.zeros(5, 32)
     for scheme in (ActivationScheme("int8", dynamic=False), ActivationScheme("fp8", dynamic=False)):
-        activation = calibrated(scheme, seen_of(zeros))
+        activation = calibrated(scheme, statistics_of(zeros))
         assert activation is not None
         assert torch.equal(activation.fake_quantize(zeros), zeros)
 
 
 def test_a_linear_whose_inputs_are_not_rounded_needs_no_range() -> None:
-    assert calibrated(None, seen_of(torch.ones(1, 4))) is None
+    assert calibrated(None, statistics_of(torch.ones(1, 4))) is None

@@ -5,12 +5,9 @@ from qtool.calibrate.statistics import InputStatistics
 from qtool.core.schemes import IntScheme
 from qtool.quantize.methods.awq import awq, search_scale
 from qtool.quantize.methods.grid import fit_grid
+from tests.quantize.seen import statistics_of
 
 SCHEME = IntScheme(4, 32, symmetric=False)
-
-
-def statistics_of(x: Tensor) -> InputStatistics:
-    return InputStatistics(x.T @ x / len(x), x.abs().mean(0), x.amin(0), x.amax(0), len(x))
 
 
 def outlying_inputs() -> Tensor:

@@ -1,8 +1,8 @@
 import torch
 from transformers import Gemma3TextConfig, LlamaConfig
 
-from qtool.calibrate.statistics import InputStatistics
 from qtool.quantize.correction import OutputError, closing_linear, corrected
+from tests.quantize.seen import statistics_of
 from tests.quantize.test_folding import SHAPE, layer_of
 
 NAMES = ["self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
@@ -27,7 +27,7 @@ def test_a_linear_makes_up_for_what_its_inputs_tell_of_the_error() -> None:
     x, lost = torch.randn(20_000, 24), torch.randn(5, 24)
     noise = torch.randn(20_000, 5)
     cross = (x @ lost.T + noise).T @ x / len(x)
-    seen = InputStatistics(x.T @ x / len(x), x.abs().mean(0), x.amin(0), x.amax(0), len(x))
+    seen = statistics_of(x)
     weight = torch.randn(5, 24)
     found = corrected(weight, OutputError(seen, cross), damping=1e-6)
     # Noise of one over the root of 20,000 tokens.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtool.calibrate.statistics import InputStatistics
+from qtool.calibrate.statistics import HeldOut, InputStatistics
 from qtool.core.recipe import Gptq
 from qtool.core.schemes import Fp4Scheme, Fp8Scheme, IntScheme, WeightScheme
 from qtool.quantize.methods.gptq import gptq, inverse_factor
@@ -23,7 +23,8 @@ SCHEMES = [
 
 def statistics_of(moment: Tensor, tokens: int = 1_000_000) -> InputStatistics:
     magnitude = moment.diagonal().sqrt()
-    return InputStatistics(moment, magnitude, -magnitude, magnitude, tokens)
+    none = HeldOut(torch.empty(0, len(moment)), -magnitude, magnitude)
+    return InputStatistics(moment, magnitude, -magnitude, magnitude, tokens, none)
 
 
 def correlated() -> Tensor:

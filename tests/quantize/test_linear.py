@@ -8,6 +8,7 @@ from qtool.core.schemes import Fp4Scheme, Fp8Scheme, IntScheme, WeightScheme
 from qtool.quantize.linear import quantize_linear
 from qtool.quantize.methods.smoothquant import smoothing_scale
 from qtool.quantize.plan import Assignment
+from tests.quantize.seen import statistics_of
 
 INT4 = IntScheme(4, 32, symmetric=False)
 SCHEMES = [INT4, IntScheme(3, 32, symmetric=True), Fp8Scheme(1, None), Fp4Scheme("nvfp4"), Fp4Scheme("mxfp4")]
@@ -16,7 +17,7 @@ SCHEMES = [INT4, IntScheme(3, 32, symmetric=True), Fp8Scheme(1, None), Fp4Scheme
 def case() -> tuple[Tensor, InputStatistics]:
     torch.manual_seed(0)
     x = torch.randn(2000, 96) @ torch.randn(96, 96) / 10
-    seen = InputStatistics(x.T @ x / len(x), x.abs().mean(0), x.amin(0), x.amax(0), len(x))
+    seen = statistics_of(x)
     return torch.randn(11, 96) ** 3, seen
 
 
@@ -47,7 +48,7 @@ def test_smoothing_evens_out_the_ranges_of_inputs_and_weights() -> None:
     torch.manual_seed(0)
     x = torch.randn(500, 96)
     x[:, 7] *= 100
-    seen = InputStatistics(x.T @ x / len(x), x.abs().mean(0), x.amin(0), x.amax(0), len(x))
+    seen = statistics_of(x)
     weight = torch.randn(11, 96)
     found = smoothing_scale([weight], seen, alpha=0.5)
     smooth, steep = seen.divided(found.scale).max_abs, (weight * found.scale).abs().amax(0)

@@ -1,6 +1,7 @@
 import fcntl
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,6 +91,28 @@ def test_transformers_loads_it_and_gives_the_logits_of_our_numbers(
     expected = dense_twin(tiny, output)(tokens()).logits
     # The same float32 sums over weights that were unpacked by another library.
     assert torch.allclose(loaded(tokens()).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["smoothquant", "awq"])
+def test_the_error_of_a_linear_that_absorbs_scales_is_against_what_it_became(
+    tiny: Path, text: Path, tmp_path: Path, method: str
+) -> None:
+    loud = tmp_path / "loud"
+    shutil.copytree(tiny, loud)
+    tensors = load_file(loud / "model.safetensors")
+    factors = 2.0 ** (torch.arange(160) % 15 - 7)
+    for index in range(3):
+        mlp = f"model.layers.{index}.mlp"
+        tensors[f"{mlp}.up_proj.weight"] *= factors[:, None]
+        tensors[f"{mlp}.down_proj.weight"] /= factors
+    save_file(tensors, loud / "model.safetensors", {"format": "pt"})
+    recipe = recipe_of(text, method, num_bits=8, group_size=None)
+    manifest = quantize_checkpoint(loud, recipe, tmp_path / "out")
+    for index in range(3):
+        up = manifest.linears[f"model.layers.{index}.mlp.up_proj"]
+        # a row's factor changes neither its codes nor its own error, only its share in the sum
+        assert up.sqnr_db == pytest.approx(up.sqnr_rtn_db, abs=3)
+        assert up.absorber is not None
 
 
 @pytest.mark.parametrize("num_bits", [4, 8])
