@@ -23,7 +23,7 @@ from qtool.quantize.methods.rtn import rtn
 from qtool.quantize.plan import Assignment, Plan, candidates
 from qtool.quantize.progress import Report
 from qtool.quantize.sensitivity import estimate
-from qtool.quantize.work import WorkFolder
+from qtool.quantize.work import ALLOCATION, WorkFolder
 
 _Candidates = Mapping[str, tuple[WeightScheme, ...]]
 _SHOWN = 17
@@ -51,7 +51,7 @@ def kept_allocation(
         )
         return allocation.model_dump_json(indent=2)
 
-    return Allocation.model_validate_json(work.once("allocation.json", found))
+    return Allocation.model_validate_json(work.once(ALLOCATION, found))
 
 
 def shared_out(

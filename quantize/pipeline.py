@@ -62,7 +62,8 @@ def quantize_checkpoint(
     check_vocabulary(windows, runner.vocab_size, checkpoint)
     release_freed_memory()  # a tokenizer and what it makes of a text take a hundred megabytes
     checksums = {path.name: sha256(path) for path in source.files}
-    with work_folder(output, _decides(recipe, checksums, text_digest, devices[0])) as work:
+    decides = _decides(recipe, checksums, text_digest, devices[0])
+    with work_folder(output, decides, _num_parts(recipe, runner, plan)) as work:
         allocation = None
         if recipe.quantization.auto is not None:
             allocation = kept_allocation(source, windows, recipe, work, progress)
@@ -135,6 +136,12 @@ def _refuse_plain(quantization: Quantization, runner: LayerRunner) -> None:
             raise UsageError(
                 f"quantization: target {target!r} is {plain}, which stays in full precision, {reasons[plain]}"
             )
+
+
+def _num_parts(recipe: Recipe, runner: LayerRunner, plan: Plan) -> int:
+    """The layers, and the head where it is quantized."""
+    of_auto = candidates(recipe.quantization, in_features(runner))
+    return len(runner) + (HEAD in plan.assigned or HEAD in of_auto)
 
 
 def _outgrow(runner: LayerRunner, windows: Tensor, plan: Plan, max_memory: int | None) -> bool:

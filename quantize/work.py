@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,13 +16,14 @@ from torch import Tensor
 from qtool.calibrate.layers import Weights
 from qtool.calibrate.skeleton import PREFIX
 from qtool.core.activation import Activation
+from qtool.core.checkpoint import COMPANIONS, INDEX, SINGLE
 from qtool.core.files import refuse_existing, rename_new, resumable, write_text
 from qtool.core.formats.compressed_tensors import decode
 from qtool.core.formats.kv_cache import KvLayout
-from qtool.core.kept import begun, has_kept, is_whole, keep
-from qtool.core.manifest import LinearRecord
+from qtool.core.kept import begun, clear, drop, has_kept, is_whole, keep
+from qtool.core.manifest import MANIFEST, LinearRecord
 from qtool.core.qtensor import KvScales
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, UsageError
 from qtool.quantize.layer import QuantizedLayer
 from qtool.quantize.plan import Assignment
 from qtool.quantize.writing import PYTORCH, LazyTensor, write_safetensors
@@ -29,6 +31,9 @@ from qtool.quantize.writing import PYTORCH, LazyTensor, write_safetensors
 _log = logging.getLogger(__name__)
 
 _RECORDS = "linears"
+ALLOCATION = "allocation.json"
+_CHECKPOINT_FILES = {SINGLE, INDEX, MANIFEST, "config.json", *COMPANIONS}
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def attention_of(index: int) -> str:
@@ -37,17 +42,19 @@ def attention_of(index: int) -> str:
 
 
 @contextmanager
-def work_folder(output: Path, decides: Mapping[str, object]) -> Iterator["WorkFolder"]:
+def work_folder(output: Path, decides: Mapping[str, object], num_parts: int) -> Iterator["WorkFolder"]:
     """Begin the work on `output`, or take it up again, for this process alone, see `kept.begun`.
 
-    Raises UsageError when `output` exists, too, and QtoolError when the disk refuses. The folder stays when
-    the block fails, and goes with `WorkFolder.finish`.
+    `num_parts` are the layers, and the head where that is quantized. Raises UsageError when `output` exists,
+    too, and QtoolError when the disk refuses. The folder stays when the block fails, and goes with
+    `WorkFolder.finish`.
     """
     refuse_existing(output)
     path = output.absolute().with_name(f"{output.name}.partial")
     try:
         with resumable(path), begun(path, decides):
-            work = WorkFolder(path, output)
+            work = WorkFolder(path, output, num_parts)
+            work.refuse_foreign()
             work.drop_damaged()
             yield work
     except OSError as error:
@@ -60,9 +67,11 @@ def work_folder(output: Path, decides: Mapping[str, object]) -> Iterator["WorkFo
 class WorkFolder:
     """Finished layers, one safetensors file each, whole or absent, in the folder `path`."""
 
-    def __init__(self, path: Path, output: Path) -> None:
+    def __init__(self, path: Path, output: Path, num_parts: int) -> None:
         self.path = path
         self._output = output
+        self._checkpoint = path / "checkpoint"
+        self._parts = [self.part(index) for index in range(num_parts)]
 
     def part(self, index: int) -> Path:
         """The file of a finished layer: a shard that a checkpoint can take as it is."""
@@ -83,12 +92,12 @@ class WorkFolder:
     def drop_damaged(self) -> None:
         """Remove a finished layer whose bytes are not those that were written, and all behind it: they were
         quantized for what it made."""
-        parts = sorted(self.path.glob("layer-*.safetensors"))
+        parts = [part for part in self._parts if part.exists()]
         damaged = parts[len(list(takewhile(is_whole, parts))) :]
         if damaged:
             _log.warning("%s: is damaged; it and what follows it are quantized again", damaged[0])
         for part in damaged:
-            part.unlink()
+            drop(part)
 
     def records(self, index: int) -> dict[str, LinearRecord]:
         """What was done to the linears of a finished layer, by full name."""
@@ -151,15 +160,33 @@ class WorkFolder:
 
     def new_checkpoint(self) -> Path:
         """An empty folder for the whole checkpoint."""
-        folder = self.path / "checkpoint"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        return folder
+        self.refuse_foreign()
+        shutil.rmtree(self._checkpoint, ignore_errors=True)
+        self._checkpoint.mkdir()
+        return self._checkpoint
+
+    def refuse_foreign(self) -> None:
+        """Raise UsageError for what no run wrote where the checkpoint of a killed one is to make way."""
+        if not self._checkpoint.exists() and not self._checkpoint.is_symlink():
+            return
+        own = self._checkpoint.is_dir() and not self._checkpoint.is_symlink()
+        inside = sorted(self._checkpoint.iterdir()) if own else [self._checkpoint]
+        foreign = next((path for path in inside if not _of_checkpoint(path)), None)
+        if foreign is not None:
+            raise UsageError(
+                f"{foreign}: is in the way of what this run writes, and no run wrote it; move it away, then "
+                "give the same command"
+            )
 
     def finish(self, checkpoint: Path) -> None:
         """Rename the whole checkpoint to the output, and clean up."""
         rename_new(checkpoint, self._output)
-        shutil.rmtree(self.path, ignore_errors=True)
+        clear(self.path, [*self._parts, self.path / ALLOCATION])
+
+
+def _of_checkpoint(path: Path) -> bool:
+    """Whether a run may have written that into the checkpoint."""
+    return path.is_file() and (path.name in _CHECKPOINT_FILES or bool(_SHARD.fullmatch(path.name)))
 
 
 def lazy(name: str, get_tensor: Callable[[str], Tensor]) -> LazyTensor:

@@ -19,6 +19,8 @@ from qtool.errors import QtoolError, UsageError
 
 _CHUNK = 1 << 20
 _SUFFIX = ".partial"
+PROBE = ".probe"
+"""A file that tells whether there is room, see `_probe`; one that is left was a killed run's."""
 _LONGEST_NAME = 230
 """Bytes: file systems take 255, and what is written under a temporary name adds to it."""
 
@@ -192,13 +194,13 @@ def _probe(folder: Path) -> Exception | None:
     """
     sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
     try:
-        with (folder / ".probe").open("wb") as file:
+        with (folder / PROBE).open("wb") as file:
             file.seek(max(sizes, default=0))
             file.write(bytes(_CHUNK))
     except OSError as error:
         return error
     finally:
-        (folder / ".probe").unlink(missing_ok=True)
+        (folder / PROBE).unlink(missing_ok=True)
     return None
 
 

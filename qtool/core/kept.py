@@ -7,11 +7,11 @@ import fcntl
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from qtool.core.files import sha256, write_text
+from qtool.core.files import PROBE, sha256, write_text
 from qtool.errors import UsageError
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def begun(folder: Path, decides: Mapping[str, object]) -> Iterator[None]:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """What is there goes when the work ends, so it has to be the work's own."""
+    """A folder that the work is to be alone in has to be the work's own."""
     if not folder.exists() and not folder.is_symlink():
         return
     advice = "unfinished work is kept in a folder of that name; move it away, or name another output"
@@ -78,6 +78,34 @@ def _check_begun(state: Path, decides: Mapping[str, str]) -> None:
 
 def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def clear(folder: Path, kept: Iterable[Path]) -> None:
+    """Remove work that is done: the files `kept`, their seals, and what `begun` put into `folder`.
+
+    Whatever else is there is not the work's own: it stays, the folder with it, and a warning names it.
+    """
+    kept = list(kept)
+    begin = [folder / name for name in (PROBE, _STATE, _LOCK)]
+    for path in [*kept, *map(_seal, kept), *begin]:
+        with suppress(OSError):
+            path.unlink()
+    for inner in {path.parent for path in kept} - {folder}:
+        with suppress(OSError):
+            inner.rmdir()
+    try:
+        folder.rmdir()
+    except OSError as error:
+        why = _left(folder) or error.strerror
+        _log.warning("%s: is left, since %s; look at it and remove it", folder, why)
+
+
+def _left(folder: Path) -> str:
+    """What is in a folder, in words; empty where it holds nothing."""
+    found = sorted(folder.rglob("*"))
+    names = [str(path.relative_to(folder)) for path in found if not path.is_dir() or not any(path.iterdir())]
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"it holds {names[0]}{others}, which qtool did not write" if names else ""
 
 
 def keep(temporary: Path, path: Path) -> None:

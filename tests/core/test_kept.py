@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qtool.core.kept import begun, drop, has_kept, is_whole, keep
+from qtool.core.kept import begun, clear, drop, has_kept, is_whole, keep
 from qtool.errors import UsageError
 
 
@@ -131,3 +131,34 @@ def test_work_is_one_processes_alone(tmp_path: Path) -> None:
         begun(tmp_path, {"text": "abc"}),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("foreign", "said"),
+    [
+        ([], ""),
+        (["thesis.txt"], "it holds thesis.txt, which"),
+        (["features/part-9.safetensors"], "it holds features/part-9.safetensors, which"),
+        (["features/a/b", "z"], "it holds features/a/b and 1 more, which"),
+    ],
+)
+def test_work_that_is_done_leaves_what_is_not_its_own(
+    foreign: list[str], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "out.partial"
+    kept = [folder / "layer-0.safetensors", folder / "features" / "part-0.safetensors"]
+    with begun(folder, {"text": "abc"}):
+        (folder / "features").mkdir()
+        (folder / ".probe").touch()
+        for path in kept:
+            (folder / "temporary").write_bytes(b"numbers")
+            keep(folder / "temporary", path)
+        for name in foreign:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(b"years of work")
+        clear(folder, [*kept, folder / "never-made"])
+    left = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+    assert left == foreign
+    assert folder.exists() == bool(foreign)
+    assert said in caplog.text
+    assert bool(caplog.text) == bool(foreign)

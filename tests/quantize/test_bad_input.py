@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qtool.core.checkpoint import INDEX, SINGLE, Checkpoint
+from qtool.core.recipe import Recipe
 from qtool.errors import QtoolError, UsageError
-from qtool.quantize import work, writing
+from qtool.quantize import pipeline, work, writing
 from qtool.quantize.pipeline import quantize_checkpoint
 from qtool.quantize.writing import LazyTensor
 from tests.quantize.test_pipeline import TEXT, contents, recipe_of
@@ -179,3 +180,58 @@ def test_linears_of_zeros_alone_stay_zero(
     for name in zeros:
         assert not written.linear(name).dense().any()
         assert manifest.linears[name].sqnr_db == 200  # nothing lost: the most that is reported
+
+
+def killed_when_written(tiny: Path, recipe: Recipe, output: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run that was stopped when its checkpoint was written, and had its name yet to get."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(pipeline.Manifest, "save", stop)
+        with pytest.raises(KeyboardInterrupt):
+            quantize_checkpoint(tiny, recipe, output)
+    return output.with_name(f"{output.name}.partial")
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "layer-00003.safetensors", "layer-99.safetensors", "data/"])
+def test_what_others_put_beside_the_work_stays_and_is_named(
+    name: str,
+    tiny: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = killed_when_written(tiny, recipe_of(text, "rtn"), tmp_path / "out", monkeypatch)
+    foreign = folder / name
+    foreign.mkdir() if name.endswith("/") else foreign.write_bytes(b"years of work")
+    quantize_checkpoint(tiny, recipe_of(text, "rtn"), tmp_path / "out")
+    assert list(folder.iterdir()) == [foreign]
+    assert f"out.partial: is left, since it holds {foreign.name}, which qtool did not write" in caplog.text
+    quantize_checkpoint(tiny, recipe_of(text, "rtn"), tmp_path / "straight")
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "data/", "model-1.safetensors", "config.json/", ""])
+def test_what_is_in_the_way_of_the_checkpoint_is_refused_before_any_work(
+    name: str, tiny: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = killed_when_written(tiny, recipe_of(text, "rtn"), tmp_path / "out", monkeypatch)
+    foreign = folder / "checkpoint" / name
+    if not name:
+        foreign.rename(folder / "moved")
+    if name.endswith("/"):
+        foreign.unlink(missing_ok=True)
+        foreign.mkdir()
+    else:
+        foreign.write_bytes(b"years of work")
+    told: list[int] = []
+    with pytest.raises(UsageError, match=rf"{foreign}: is in the way .* move it away, then give the same"):
+        quantize_checkpoint(
+            tiny, recipe_of(text, "rtn"), tmp_path / "out", progress=lambda done, *_: told.append(done)
+        )
+    assert not told
+    foreign.rename(tmp_path / "mine")
+    quantize_checkpoint(tiny, recipe_of(text, "rtn"), tmp_path / "out")

@@ -113,6 +113,20 @@ def test_a_kept_file_that_is_damaged_is_made_anew_to_the_same_bytes(
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+def test_what_others_put_beside_the_work_stays_and_is_named(
+    tiny: Path, tmp_path: Path, course: Callable[..., Course], caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen, folder = course("eagle"), tmp_path / "heads.partial"
+    with pytest.raises(KilledError):
+        run(tiny, chosen, tmp_path / "heads", die_at=("training", 8))
+    foreign = [folder / name for name in ("features/part-99999.safetensors", "thesis.txt", "training-old.pt")]
+    for file in foreign:
+        file.write_bytes(b"years of work")
+    run(tiny, chosen, tmp_path / "heads")
+    assert sorted(file for file in folder.rglob("*") if file.is_file()) == foreign
+    assert "heads.partial: is left, since it holds features/part-99999.safetensors and 2 more" in caplog.text
+
+
 def test_sequences_are_text_or_the_models_own_answers_with_its_hidden_states(
     tiny: Path, tmp_path: Path
 ) -> None:

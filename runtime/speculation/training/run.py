@@ -1,7 +1,6 @@
 """From a checkpoint and text to trained draft heads, in a folder that a killed run goes on in."""
 
 import json
-import shutil
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -15,7 +14,7 @@ from qtool.compile.hidden import FINAL, HiddenStates
 from qtool.compile.weights import CheckpointWeights
 from qtool.core.checkpoint import Checkpoint
 from qtool.core.files import new_folder, refuse_existing, resumable, write_text
-from qtool.core.kept import begun
+from qtool.core.kept import begun, clear
 from qtool.core.manifest import versions
 from qtool.errors import UsageError
 from qtool.runtime.engines.contract import Engine
@@ -32,7 +31,7 @@ from qtool.runtime.speculation.training.start import (
     new_head,
     target_output,
 )
-from qtool.runtime.speculation.training.train import Told, TrainOptions, TrainReport, train
+from qtool.runtime.speculation.training.train import Told, TrainOptions, TrainReport, saved_states, train
 from qtool.runtime.tokenizer import Tokenizer
 
 REPORT = "training.json"
@@ -59,7 +58,7 @@ def train_head(
     """Train heads for a checkpoint on what `engine`, which runs it, says; write them into the new `output`.
 
     ``OUTPUT.partial`` keeps hidden states and the state of training, so that a run that was killed goes on
-    from its last saved step; it goes when all is done. Raises UsageError when `output` exists, when the
+    from its last saved step; that goes when all is done. Raises UsageError when `output` exists, when the
     folder was begun otherwise, for an engine that gives no hidden states, and for more tokens of a head than
     the model has.
     """
@@ -91,12 +90,14 @@ def train_head(
         sequences = (example.tokens.tolist() for shard in shards for example in read_shard(shard))
         tokens = frequent_tokens(sequences, draft_vocab, config.vocab_size)
         head = new_head(course.head, config, weights, tokens)
+        kept = list(shards)
         batches = Batches(shards, given, head.config.hidden_layers, course.training.batch_size)
         if course.head.kind == "eagle":
             fitted, num_steps = count(1), FIT_EPOCHS * batches.num_batches
             told("fitting", 0, num_steps, "")
             prefix = tokenizer.encode(_PREFIX, add_special_tokens=False)
-            alone = hidden_alone(engine, prefix, work / "alone.safetensors")
+            kept.append(work / "alone.safetensors")
+            alone = hidden_alone(engine, prefix, kept[-1])
             head = fit_start(
                 head,
                 alone,
@@ -118,7 +119,7 @@ def train_head(
         trained.save(folder)
         record = {"course": asdict(course), "report": report.model_dump(), "versions": versions()}
         write_text(folder / REPORT, json.dumps(record, indent=2) + "\n")
-    shutil.rmtree(work)
+    clear(work, [*kept, *saved_states(work)])
     return report
 
 

@@ -1,6 +1,7 @@
 """The training loop: steps over batches, saved as it goes, so that a run that was killed goes on."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
@@ -20,7 +21,7 @@ from qtool.runtime.speculation.training.network import Batch, Network, acceptanc
 Told = Callable[[str, int, int, str], None]
 """Is told what goes on, how many of its steps are done, of how many, and a word on it."""
 
-_STATES = "training-*.pt"
+_STATE = re.compile(r"training-\d{8}\.pt")
 _WARM_UP = 30
 """Steps in which the learning rate rises."""
 _LAST_SHARE = 0.1
@@ -205,19 +206,24 @@ def _save(
         "loss": loss,
         "before": before,
     }
-    older = list(folder.glob(_STATES))
+    older = saved_states(folder)
     temporary = folder / "training.partial"
     torch.save(state, temporary)
-    keep(temporary, folder / _STATES.replace("*", f"{step:08}"))
+    keep(temporary, folder / f"training-{step:08}.pt")
     for file in older:
         drop(file)
+
+
+def saved_states(folder: Path) -> list[Path]:
+    """The files of saved states, from the earliest step on."""
+    return sorted(file for file in folder.iterdir() if _STATE.fullmatch(file.name))
 
 
 def _resume(
     folder: Path, network: Network, optimizer: torch.optim.Optimizer
 ) -> tuple[int, float, tuple[float, ...]]:
     """Take up saved state: the steps done, the average loss as it is kept, and the acceptance before them."""
-    saved = next(filter(has_kept, sorted(folder.glob(_STATES), reverse=True)), None)
+    saved = next(filter(has_kept, reversed(saved_states(folder))), None)
     if saved is None:
         return 0, 0.0, ()
     state = torch.load(saved, weights_only=True, map_location="cpu")
