@@ -38,7 +38,7 @@ class Frontier:
 
     def within(self, size: int) -> int | None:
         """The point of least loss of at most `size` bytes; None when all are larger."""
-        fitting = int((self.sizes <= size).sum())
+        fitting = int((self.sizes <= min(size, int(self.sizes[-1]))).sum())
         return fitting - 1 if fitting else None
 
     def below(self, loss: float) -> int | None:

@@ -38,7 +38,7 @@ def test_the_curve_holds_every_total_worth_having_and_no_other(things: list[list
     assert len(found.sizes) == len(worth)
 
 
-@given(THINGS, st.integers(0, 60), st.floats(0, 50))
+@given(THINGS, st.integers(0, 60) | st.just(10**30), st.floats(0, 50))
 def test_budgets_get_the_best_that_fits(things: list[list[Option]], size: int, loss: float) -> None:
     every, found = totals(things), frontier(things)
     point = found.within(size)
