@@ -78,20 +78,10 @@ def allocate(
     """The format of each linear, by the KL that rounding it alone to each of its candidates would cost.
 
     Linears that engines fuse get the same, and so do all the experts of a layer. KLs of several are taken to
-    add up. Raises UsageError for a budget that no choice keeps: before any work where it is one of bytes.
+    add up. The budget has passed `check_budget`; raises UsageError for one of KL that no choice keeps.
     """
-    groups = list(dict.fromkeys(of_one_format(module, choices) for module in choices))
-    weights = {module: runner.linears()[module].weight.shape for module in choices}
-    dtypes = {module: stored_dtype(runner, module) for module in choices}
-    sizes = [
-        [
-            sum(stored_bytes(choices[one][place], *weights[one], dtypes[one]) for one in group)
-            for place in range(len(auto.candidates))
-        ]
-        for group in groups
-    ]
-    count = sum(shape.numel() for shape in weights.values())
-    _check_size(auto.budget, sum(map(min, sizes)), count)
+    groups = _groups(choices)
+    sizes, count = _sizes(runner, groups, choices), _num_weights(runner, choices)
     windows = windows[: auto.num_samples, : auto.seq_len]
     parts = [WeightPart(module, scheme) for module, schemes in choices.items() for scheme in schemes]
     lost = estimate(runner, windows, hidden_states(runner, windows), parts, seed, progress)
@@ -112,6 +102,35 @@ def allocate(
         chosen=_point(curve, point, count),
         frontier=tuple(_point(curve, one, count) for one in _shown(curve)),
     )
+
+
+def check_budget(runner: LayerRunner, budget: Budget, choices: _Candidates) -> None:
+    """Raise UsageError for a budget of bytes or bits that the smallest candidates exceed."""
+    least = sum(map(min, _sizes(runner, _groups(choices), choices)))
+    _check_size(budget, least, _num_weights(runner, choices))
+
+
+def _groups(choices: _Candidates) -> list[tuple[str, ...]]:
+    """The linears that get the same number format."""
+    return list(dict.fromkeys(of_one_format(module, choices) for module in choices))
+
+
+def _sizes(runner: LayerRunner, groups: Sequence[Sequence[str]], choices: _Candidates) -> list[list[int]]:
+    """The bytes of each group with each of its candidates."""
+    linears = runner.linears()
+
+    def size(module: str, scheme: WeightScheme) -> int:
+        return stored_bytes(scheme, *linears[module].weight.shape, stored_dtype(runner, module))
+
+    return [
+        [sum(map(size, group, schemes)) for schemes in zip(*(choices[one] for one in group), strict=True)]
+        for group in groups
+    ]
+
+
+def _num_weights(runner: LayerRunner, choices: _Candidates) -> int:
+    linears = runner.linears()
+    return sum(linears[module].weight.numel() for module in choices)
 
 
 @cache

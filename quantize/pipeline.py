@@ -21,7 +21,7 @@ from qtool.core.manifest import Manifest, versions
 from qtool.core.memory import available_memory, release_freed_memory
 from qtool.core.recipe import Quantization, Recipe, matches
 from qtool.errors import UsageError
-from qtool.quantize.auto import in_features, kept_allocation, shared_out
+from qtool.quantize.auto import check_budget, in_features, kept_allocation, shared_out
 from qtool.quantize.plan import Plan, assign, candidates
 from qtool.quantize.progress import Report, silent
 from qtool.quantize.stream import run_layers
@@ -107,13 +107,16 @@ def plan_for(recipe: Recipe, runner: LayerRunner) -> Plan:
     if recipe.calibration.all_experts and not routers(runner.model):
         raise UsageError("calibration.all_experts: the model has no experts; drop it")
     assigned = assign(recipe.quantization, linears)
-    quantized = [*assigned, *candidates(recipe.quantization, linears)]
+    of_auto = candidates(recipe.quantization, linears)
+    quantized = [*assigned, *of_auto]
     outside = [module for module in quantized if module != HEAD and not module.startswith(f"{PREFIX}.")]
     if outside:
         raise UsageError(
             f"quantization: {outside[0]} lies outside {PREFIX} and stays in full precision; "
             f"add {outside[0]!r} to quantization.keep"
         )
+    if recipe.quantization.auto is not None:
+        check_budget(runner, recipe.quantization.auto.budget, of_auto)
     kv_cache = recipe.quantization.kv_cache
     return Plan(
         assigned, None if kv_cache is None else kv_cache.scheme, all_experts=recipe.calibration.all_experts

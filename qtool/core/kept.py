@@ -23,8 +23,9 @@ _LOCK, _STATE = "lock", "state.json"
 def begun(folder: Path, decides: Mapping[str, object]) -> Iterator[None]:
     """Begin the work in `folder`, or take it up again, for this process alone.
 
-    `decides` is all that decides the result, as JSON can hold it, by the words for it. Raises UsageError when
-    the folder holds what is not such work, was begun with something else, or while another run holds it.
+    `decides` is all that decides the result, as JSON can hold it, by the words for it. Work that has kept
+    nothing yet is begun anew with something else. Raises UsageError when the folder holds what is not such
+    work, or work that was begun with something else, or while another run holds it.
     """
     _refuse_foreign(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,14 +51,15 @@ def _refuse_foreign(folder: Path) -> None:
         raise UsageError(f"{folder}: is in the way, {advice}")
     if (folder / _STATE).is_file():
         return
-    foreign = [name for name in sorted(path.name for path in folder.iterdir()) if not _before_state(name)]
-    if foreign:
-        raise UsageError(f"{folder}: holds {foreign[0]}, and no {_STATE} of a run that was begun; {advice}")
+    found = _beside_lock(folder)
+    if found:
+        raise UsageError(f"{folder}: holds {found[0]}, and no {_STATE} of a run that was begun; {advice}")
 
 
-def _before_state(name: str) -> bool:
-    """Whether a run that was killed before it wrote its state can have left that."""
-    return name == _LOCK or name.startswith(f".{_STATE}.")
+def _beside_lock(folder: Path) -> list[str]:
+    """What is in a folder, but for the lock and what a run that was killed while it wrote its state left."""
+    names = sorted(path.name for path in folder.iterdir())
+    return [name for name in names if name != _LOCK and not name.startswith(f".{_STATE}.")]
 
 
 def _check_begun(state: Path, decides: Mapping[str, str]) -> None:
@@ -69,7 +71,9 @@ def _check_begun(state: Path, decides: Mapping[str, str]) -> None:
         others = [word for word, digest in decides.items() if before[word] != digest]
     except (ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{state}: is damaged, or another version's; remove {state.parent}") from error
-    if others:
+    if others and _beside_lock(state.parent) == [_STATE]:
+        write_text(state, json.dumps(decides))
+    elif others:
         raise UsageError(
             f"{state.parent}: was begun with another {' and another '.join(others)}; give the same again, or "
             "remove the folder to start anew"

@@ -57,6 +57,7 @@ def test_work_goes_on_with_what_it_was_begun_for(tmp_path: Path) -> None:
     for _ in range(2):
         with begun(folder, {"recipe": {"bits": 4}, "text": "abc"}):
             pass
+    (folder / "layer-0.safetensors").touch()
     with (
         pytest.raises(UsageError, match=r"out\.partial: was begun with another recipe; .* remove the folder"),
         begun(folder, {"recipe": {"bits": 3}, "text": "abc"}),
@@ -66,6 +67,18 @@ def test_work_goes_on_with_what_it_was_begun_for(tmp_path: Path) -> None:
         pytest.raises(UsageError, match="was begun with another recipe and another text; give"),
         begun(folder, {"recipe": {"bits": 3}, "text": "abd"}),
     ):
+        pass
+
+
+def test_work_that_has_kept_nothing_yet_is_begun_anew_with_something_else(tmp_path: Path) -> None:
+    folder = tmp_path / "out.partial"
+    for bits in (4, 3):
+        with begun(folder, {"recipe": {"bits": bits}}):
+            assert sorted(path.name for path in folder.iterdir()) == ["lock", "state.json"]
+    (folder / "layer-0.safetensors").touch()
+    with begun(folder, {"recipe": {"bits": 3}}):
+        pass
+    with pytest.raises(UsageError, match="was begun with another recipe"), begun(folder, {"recipe": {}}):
         pass
 
 

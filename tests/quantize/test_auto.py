@@ -85,6 +85,9 @@ def test_other_budgets_are_kept_too(tiny: Path, tmp_path: Path) -> None:
     again = quantize_checkpoint(tiny, recipe_of(tmp_path, size), tmp_path / "size").allocation
     assert again is not None
     assert again.chosen == found.chosen  # the same point of the curve, from both sides
+    endless = quantize_checkpoint(tiny, recipe_of(tmp_path, {"bytes": 10**30}), tmp_path / "all").allocation
+    assert endless is not None
+    assert endless.chosen == found.frontier[-1]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +106,8 @@ def test_a_budget_that_no_choice_keeps_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=problem):
         quantize_checkpoint(tiny, recipe_of(tmp_path, budget), tmp_path / "out")
+    assert (tmp_path / "out.partial").exists() == ("max_kl" in budget)  # which is known after some work
+    quantize_checkpoint(tiny, recipe_of(tmp_path, {"average_bits": 16}), tmp_path / "out")
 
 
 def test_candidates_have_to_fit_and_rules_go_before(tiny: Path, tmp_path: Path) -> None:

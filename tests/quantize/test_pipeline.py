@@ -319,10 +319,6 @@ def test_a_corrected_layer_comes_closer_to_the_full_precision_model(
     assert lost[True] < 0.9 * lost[False]
 
 
-def stop(done: int, total: int, sqnr_db: float | None) -> None:
-    raise KeyboardInterrupt
-
-
 def test_a_killed_run_that_corrects_resumes_to_the_same_bytes(tiny: Path, text: Path, tmp_path: Path) -> None:
     recipe = recipe_of(text)
     rule = override(recipe.quantization.rules[0], method={"name": "awq+gptq", "correct": True})
@@ -340,8 +336,12 @@ def test_a_killed_run_that_corrects_resumes_to_the_same_bytes(tiny: Path, text: 
 
 
 def test_a_folder_begun_with_another_recipe_is_refused(tiny: Path, text: Path, tmp_path: Path) -> None:
+    def stop_later(done: int, total: int, sqnr_db: float | None) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        quantize_checkpoint(tiny, recipe_of(text, "gptq"), tmp_path / "out", progress=stop)
+        quantize_checkpoint(tiny, recipe_of(text, "gptq"), tmp_path / "out", progress=stop_later)
     with pytest.raises(
         UsageError, match=r"out\.partial: was begun with another recipe; give .* remove the folder"
     ):

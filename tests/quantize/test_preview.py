@@ -84,3 +84,6 @@ def test_what_does_not_fit_the_model_is_refused(tiny: Path, tmp_path: Path) -> N
     rule = {"targets": ["*.mlp.*"], "weights": {"group_size": 128}, "method": "rtn"}
     with pytest.raises(UsageError, match="does not divide in_features 96"):
         preview(tiny, recipe_of(tmp_path, rules=[rule]))
+    auto = {"targets": ["*"], "budget": {"bytes": 1000}, "candidates": [{"group_size": 32}, "fp8"]}
+    with pytest.raises(UsageError, match="bytes 1000 are fewer than"):
+        preview(tiny, recipe_of(tmp_path, auto=auto, keep=KEEP))
