@@ -8,9 +8,12 @@ from qtool.core.schemes import ActivationScheme, Fp4Scheme, Fp8Scheme, IntScheme
 
 
 class Frozen(BaseModel):
-    """A part of a recipe: checked once, never changed, and without keys that nothing reads."""
+    """A part of a recipe: checked once, never changed, and without keys that nothing reads.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    Its numbers are finite: a manifest, which holds the recipe, is JSON, and that has no others.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class IntWeights(Frozen):

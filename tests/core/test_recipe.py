@@ -1,10 +1,13 @@
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import ValidationError
 
 from qtool.core.recipe import Awq, Calibration, Recipe, load_recipe, matches, override
-from qtool.core.recipe_schemes import IntWeights
+from qtool.core.recipe_schemes import Frozen, IntWeights
 from qtool.core.schemes import IntScheme
 from qtool.errors import UsageError
 
@@ -201,8 +204,33 @@ def test_aliases_that_save_some_typing_are_welcome(tmp_path: Path) -> None:
     [
         ("grid: 10", "grid: 1001", "method.grid: should be less than or equal to 1000 (got 1001)"),
         ("version: 1", f"calibration: {{seed: {2**63}}}", f"calibration.seed: should be less than {2**63}"),
+        (
+            "version: 1",
+            "evaluation: {gates: {max_kl: .inf}}",
+            "r.yaml:1: evaluation.gates.max_kl: should be a finite number (got inf)",
+        ),
     ],
 )
 def test_numbers_have_their_limits(tmp_path: Path, written: str, instead: str, problem: str) -> None:
     (found,) = _problems(tmp_path, RECIPE.replace(written, instead))
     assert problem in found
+
+
+def _parts(part: type[Frozen] = Frozen) -> Iterator[type[Frozen]]:
+    for kind in part.__subclasses__():
+        yield kind
+        yield from _parts(kind)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")], ids=str)
+def test_no_number_of_a_recipe_is_anything_but_finite(value: float) -> None:
+    tried = set()
+    for part in _parts():
+        for name, field in part.model_fields.items():
+            if float not in (field.annotation, *get_args(field.annotation)):
+                continue
+            with pytest.raises(ValidationError) as refused:
+                part.model_validate({name: value})
+            assert ("finite_number", (name,)) in [(one["type"], one["loc"]) for one in refused.value.errors()]
+            tried.add(name)
+    assert {"max_kl", "average_bits", "damping", "alpha", "min_top1"} <= tried
