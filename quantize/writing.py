@@ -13,7 +13,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from qtool.calibrate.finite import is_finite
 from qtool.core.checkpoint import INDEX, SINGLE
+from qtool.errors import QtoolError
 
 _NAMES = {
     torch.float64: "F64",
@@ -52,7 +54,7 @@ def write_safetensors(path: Path, tensors: Sequence[LazyTensor], metadata: dict[
     """Write a safetensors file at `path`, in one pass, holding one tensor in memory at a time.
 
     Wide dtypes come first, so that every tensor lies aligned; names decide after that, so the same tensors
-    give the same bytes.
+    give the same bytes. Raises QtoolError for one that holds NaN or infinities, see `_finite`.
     """
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     header: dict[str, object] = {"__metadata__": metadata}
@@ -69,7 +71,19 @@ def write_safetensors(path: Path, tensors: Sequence[LazyTensor], metadata: dict[
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in ordered:
-            file.write(tensor.read().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.write(_finite(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _finite(tensor: LazyTensor) -> Tensor:
+    """What a tensor holds. Floats of 16 bits and more are looked at; those of 8 are codes and their scales,
+    which quantizers make."""
+    value = tensor.read()
+    if value.is_floating_point() and value.itemsize > 1 and not is_finite(value):
+        raise QtoolError(
+            f"{tensor.name}: holds NaN or infinite numbers; fetch the checkpoint that it comes from, or make "
+            "it, again"
+        )
+    return value
 
 
 def write_weights(

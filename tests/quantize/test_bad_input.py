@@ -136,6 +136,19 @@ def test_a_damaged_shard_is_an_error_that_names_it_and_no_output_appears(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])
+def test_what_is_only_copied_is_looked_at_too(
+    tiny_copy: Path, text: Path, tmp_path: Path, method: str, name: str
+) -> None:
+    tensors = load_file(tiny_copy / SINGLE)
+    tensors[name][0] = torch.nan  # of a token that the text has not
+    save_file(tensors, tiny_copy / SINGLE, {"format": "pt"})
+    with pytest.raises(QtoolError, match=rf"{name}: holds NaN or infinite"):
+        quantize_checkpoint(tiny_copy, recipe_of(text, method), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_shard_that_changed_while_a_run_was_stopped_is_noticed(
     sharded: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from qtool.errors import QtoolError
 from qtool.quantize.work import lazy
 from qtool.quantize.writing import PYTORCH, LazyTensor, write_safetensors, write_weights
 
@@ -55,6 +56,14 @@ def test_every_tensor_lies_aligned_to_its_dtype(tmp_path: Path, tensors: dict[st
     header = json.loads(content[8 : 8 + length])
     for name, tensor in tensors.items():
         assert (8 + length + header[name]["data_offsets"][0]) % tensor.dtype.itemsize == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_what_is_not_finite_is_not_written(tmp_path: Path, dtype: torch.dtype, bad: float) -> None:
+    tensors = {"good": torch.ones(3, dtype=dtype), "bad": torch.tensor([1, bad, 2], dtype=dtype)}
+    with pytest.raises(QtoolError, match=r"^bad: holds NaN or infinite numbers; fetch"):
+        write_safetensors(tmp_path / "one", stored(tensors), {})
 
 
 def test_the_order_of_the_tensors_does_not_change_the_bytes(
