@@ -23,7 +23,7 @@ from qtool.core.formats.kv_cache import KvLayout
 from qtool.core.kept import begun, clear, drop, has_kept, is_whole, keep
 from qtool.core.manifest import MANIFEST, LinearRecord
 from qtool.core.qtensor import KvScales
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import UsageError
 from qtool.quantize.layer import QuantizedLayer
 from qtool.quantize.plan import Assignment
 from qtool.quantize.writing import PYTORCH, LazyTensor, write_safetensors
@@ -51,17 +51,11 @@ def work_folder(output: Path, decides: Mapping[str, object], num_parts: int) -> 
     """
     refuse_existing(output)
     path = output.absolute().with_name(f"{output.name}.partial")
-    try:
-        with resumable(path), begun(path, decides):
-            work = WorkFolder(path, output, num_parts)
-            work.refuse_foreign()
-            work.drop_damaged()
-            yield work
-    except OSError as error:
-        raise QtoolError(
-            f"{path}: cannot be used ({error.strerror or error}); {output} was left alone. Put that right, "
-            "then give the same command: it resumes from the last finished layer"
-        ) from error
+    with resumable(path), begun(path, decides):
+        work = WorkFolder(path, output, num_parts)
+        work.refuse_foreign()
+        work.drop_damaged()
+        yield work
 
 
 class WorkFolder:

@@ -81,18 +81,19 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def resumable(folder: Path) -> Iterator[None]:
-    """Tell what a full disk is, where libraries that write to `folder` do not, and that work there can go on.
+    """Tell what stopped work in `folder`, and that it can go on.
 
-    Raises QtoolError then.
+    Raises QtoolError for every OSError, and for a full disk where libraries only say that they failed.
     """
     try:
         yield
     except Exception as error:
+        again = "then give the same command" + (": it goes on where it was" if folder.is_dir() else "")
         if reason := _full_disk(error, folder):
-            raise QtoolError(
-                f"{folder}: could not be written ({reason}). Make room, then give the same command: it goes "
-                "on where it was"
-            ) from error
+            raise QtoolError(f"{folder}: could not be written ({reason}). Make room, {again}") from error
+        if isinstance(error, OSError):
+            entry, why = error.filename2 or error.filename or folder, error.strerror or error
+            raise QtoolError(f"{entry}: cannot be used ({why}). Put that right, {again}") from error
         raise
 
 

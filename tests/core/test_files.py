@@ -68,6 +68,31 @@ def test_work_that_can_go_on_says_so_where_the_disk_is_full(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_what_the_system_refuses_is_named_and_going_on_is_told_of_where_something_is(
+    there: bool, tmp_path: Path
+) -> None:
+    folder, entry = tmp_path / "out.partial", tmp_path / "entry"
+    entry.mkdir()
+    if there:
+        folder.mkdir()
+
+    def use() -> None:
+        with resumable(folder):
+            entry.read_bytes()
+
+    again = "then give the same command" + (": it goes on where it was" if there else "")
+    with pytest.raises(QtoolError, match=rf"^{entry}: cannot be used \(Is a directory\)\. Put .*, {again}$"):
+        use()
+
+
+def test_what_a_file_cannot_be_renamed_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(QtoolError, match=r"/folder: cannot be used \(Is a directory\)"), resumable(tmp_path):
+        (tmp_path / "file").replace(tmp_path / "folder")
+
+
 def test_a_full_disk_is_told_where_a_library_only_failed_and_links_are_left_alone(tmp_path: Path) -> None:
     original = tmp_path / "original"
     original.write_bytes(bytes(5000))

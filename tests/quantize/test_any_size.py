@@ -130,7 +130,7 @@ def test_a_disk_without_room_for_hidden_states_is_an_error_and_the_run_resumes(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))  # windows take 46,080 bytes
     try:
-        with pytest.raises(QtoolError, match=r"out\.partial: cannot be written \(File too large\)"):
+        with pytest.raises(QtoolError, match=r"out\.partial: could not be written \(File too large\)"):
             quantize_checkpoint(tiny, recipe_of(text, "gptq"), tmp_path / "out", max_memory=TIGHT)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

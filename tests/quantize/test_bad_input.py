@@ -227,6 +227,17 @@ def test_what_others_put_beside_the_work_stays_and_is_named(
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
+def test_a_folder_where_a_layer_should_be_is_named(
+    tiny: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = killed_when_written(tiny, recipe_of(text, "rtn"), tmp_path / "out", monkeypatch)
+    layer = folder / "layer-00001.safetensors"
+    layer.unlink()
+    layer.mkdir()
+    with pytest.raises(QtoolError, match=rf"{layer}: cannot be used \(Is a directory\)\. Put that right"):
+        quantize_checkpoint(tiny, recipe_of(text, "rtn"), tmp_path / "out")
+
+
 @pytest.mark.parametrize("name", ["thesis.txt", "data/", "model-1.safetensors", "config.json/", ""])
 def test_what_is_in_the_way_of_the_checkpoint_is_refused_before_any_work(
     name: str, tiny: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
