@@ -17,7 +17,7 @@ from pydantic import (
 
 from qtool.core.recipe_problems import duplicate_keys, explain
 from qtool.core.recipe_schemes import Activations, Frozen, IntWeights, KvCache, WeightFormat
-from qtool.core.yaml_tree import read_tree
+from qtool.core.yaml_tree import invalid, read_tree
 from qtool.errors import UsageError
 
 _MATCH_SECONDS = 5.0
@@ -315,7 +315,7 @@ def load_recipe(path: Path) -> Recipe:
         yaml.YAMLError,
         ValueError,
     ) as error:  # bytes that are no text, dates and numbers beyond all limits
-        raise UsageError(f"{path}: is not valid YAML: {error}") from error
+        raise invalid(str(path), error) from error
     problems = duplicate_keys(str(path), tree)
     try:
         recipe = Recipe.model_validate(data)

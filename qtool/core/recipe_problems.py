@@ -60,8 +60,9 @@ def _reason(schema: Schema, problem: Any) -> str:
             return "is missing"
         case "tuple_type":
             return f"should be a list (got {problem['input']!r})"
-        case "model_type":
-            return f"should be a mapping (got {problem['input']!r})"
+        case "model_type" | "model_attributes_type":
+            wanted = "a name or a mapping" if _takes_names(schema, problem["loc"]) else "a mapping"
+            return f"should be {wanted} (got {problem['input']!r})"
         case "too_short":
             return f"should have at least {problem['ctx']['min_length']} item"
     message = problem["msg"].removeprefix("Value error, ").replace("Input should", "should")
@@ -101,10 +102,20 @@ def _walk(node: yaml.Node | None, location: Location) -> Iterator[tuple[yaml.Mar
 
 def _known_keys(schema: Schema, location: Location) -> set[str]:
     """The keys that `schema` allows in the mapping at `location`."""
+    return {key for option in _options_at(schema, location) for key in option.get("properties", {})}
+
+
+def _takes_names(schema: Schema, location: Location) -> bool:
+    """Whether `schema` allows one of some words at `location`."""
+    return any("enum" in option for option in _options_at(schema, location))
+
+
+def _options_at(schema: Schema, location: Location) -> list[Schema]:
+    """The plain schemas that `schema` allows at `location`."""
     node = schema
     for part in location:
         node = next(found for option in _options(schema, node) if (found := _step(option, part)))
-    return {key for option in _options(schema, node) for key in option.get("properties", {})}
+    return _options(schema, node)
 
 
 def _step(option: Schema, part: int | str) -> Schema | None:

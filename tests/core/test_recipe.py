@@ -86,6 +86,28 @@ def test_a_recipe_survives_being_written_and_read(tmp_path: Path) -> None:
             "missing ) at position 1 (got 're:(')",
         ),
         ("version: 1", "version: 1\nversion: 1", "r.yaml:2: version: appears twice"),
+        (
+            "{num_bits: 4, group_size: 128}",
+            "[1]",
+            "r.yaml:5: quantization.rules[0].weights: should be a name or a mapping (got [1])",
+        ),
+        (
+            "{num_bits: 4, group_size: 128}",
+            "null",
+            "r.yaml:5: quantization.rules[0].weights: should be a name or a mapping (got None)",
+        ),
+        (
+            "{name: awq, grid: 10}",
+            "2020-01-01",
+            "r.yaml:6: quantization.rules[0].method: should be a name or a mapping "
+            "(got datetime.date(2020, 1, 1))",
+        ),
+        (
+            "method:",
+            "activations: [1]\n      method:",
+            "r.yaml:6: quantization.rules[0].activations: should be a name or a mapping (got [1])",
+        ),
+        ("version: 1", "evaluation: 3", "r.yaml:1: evaluation: should be a mapping (got 3)"),
     ],
 )
 def test_one_mistake_is_one_line_that_says_where_and_what(
@@ -112,6 +134,33 @@ def test_broken_yaml_and_a_missing_file_are_refused(tmp_path: Path) -> None:
     assert "is not valid YAML" in _problems(tmp_path, "a: [")[0]
     with pytest.raises(UsageError, match=r"none\.yaml: cannot be read"):
         load_recipe(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("x: 1\n? [a]\n: 1", "r.yaml:2: has a list for a key, wanted a word"),
+        ("{{a: 1}: 1}", "r.yaml:1: has a mapping for a key, wanted a word"),
+        ("a: !!set {[1]}", "r.yaml:1: has a list for a key, wanted a word"),
+        ("x: 1\na: b: c", "r.yaml:2: is not valid YAML: mapping values are not allowed here"),
+        (
+            "a: '\n",
+            "r.yaml:2: is not valid YAML: while scanning a quoted scalar, found unexpected end of stream",
+        ),
+        (
+            "a: {<<: 3}",
+            "r.yaml:1: is not valid YAML: while constructing a mapping, "
+            "expected a mapping or list of mappings for merging, but found scalar",
+        ),
+        (
+            "a: \0",
+            "r.yaml: is not valid YAML: unacceptable character #x0000: special characters are not allowed in "
+            '"<unicode string>", position 3',
+        ),
+    ],
+)
+def test_what_a_parser_says_is_one_line(tmp_path: Path, text: str, problem: str) -> None:
+    assert _problems(tmp_path, text) == [problem]
 
 
 def test_a_fallback_for_a_group_that_always_fits_is_refused(tmp_path: Path) -> None:
