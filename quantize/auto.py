@@ -150,6 +150,12 @@ def _bits(size: int, count: int) -> float:
     return 8 * size / count
 
 
+def bytes_of(average_bits: float, count: int) -> int:
+    """The most bytes of `count` weights that have so many bits on average. That a quotient was rounded, as a
+    manifest's is, costs none."""
+    return int(average_bits * count / 8 * (1 + 1e-15))
+
+
 def _check_size(budget: Budget, least: int, count: int) -> None:
     if budget.bytes is not None and budget.bytes < least:
         raise UsageError(
@@ -168,7 +174,7 @@ def _choose(curve: Frontier, budget: Budget, count: int) -> int:
     if budget.max_kl is not None:
         point = curve.below(budget.max_kl)
     else:
-        size = budget.bytes if budget.average_bits is None else int(budget.average_bits * count / 8)
+        size = budget.bytes if budget.average_bits is None else bytes_of(budget.average_bits, count)
         assert size is not None
         point = curve.within(size)
     if point is None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from qtool.calibrate.layers import LayerRunner
@@ -13,7 +15,7 @@ from qtool.core.checkpoint import Checkpoint
 from qtool.core.recipe import Recipe, override
 from qtool.core.schemes import Fp4Scheme, Fp8Scheme, IntScheme, WeightScheme
 from qtool.errors import UsageError
-from qtool.quantize.auto import stored_bytes
+from qtool.quantize.auto import bytes_of, stored_bytes
 from qtool.quantize.fused import fused_with
 from qtool.quantize.pipeline import quantize_checkpoint
 from qtool.recipes import find_recipe
@@ -175,3 +177,8 @@ def test_the_shipped_recipe_shares_out_attention_and_head_too(tiny: Path, tmp_pa
     assert {module: str(written.format.scheme(module)) for module in manifest.linears} == {
         module: record.scheme for module, record in manifest.linears.items()
     }
+
+
+@given(st.integers(1, 10**12), st.integers(1, 10**12))
+def test_the_bits_that_a_manifest_has_allow_the_bytes_that_it_has(size: int, count: int) -> None:
+    assert bytes_of(8 * size / count, count) == size
