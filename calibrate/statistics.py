@@ -133,7 +133,7 @@ class _Sums:
         self.sum_abs = torch.zeros(in_features, device=device)
         self.earlier, self.later = _Range(in_features, device), _Range(in_features, device)
         self.tokens = 0
-        self._held_out: list[Tensor] = []
+        self._held_out = self.second_moment.new_empty(0, in_features)
         self._num_later, self._stride = 0, 1
 
     def add(self, x: Tensor) -> None:
@@ -151,10 +151,12 @@ class _Sums:
 
     def _hold_out(self, x: Tensor) -> None:
         """Keep each token whose number `_stride` divides; every second of those, when they are too many."""
-        self._held_out += (row.clone() for row in x[-self._num_later % self._stride :: self._stride])
+        found = x[-self._num_later % self._stride :: self._stride]
         self._num_later += len(x)
+        if len(found):
+            self._held_out = torch.cat([self._held_out, found])
         while len(self._held_out) > _HELD_OUT:
-            self._held_out, self._stride = self._held_out[::2], 2 * self._stride
+            self._held_out, self._stride = self._held_out[::2].clone(), 2 * self._stride
 
     def finish(self) -> InputStatistics:
         """End the sum, in place: moments of wide linears are most of what memory has to hold."""
@@ -164,8 +166,7 @@ class _Sums:
             rows, below = slice(start, start + _BLOCK), slice(start + _BLOCK, None)
             moment[below, rows] = moment[rows, below].T
         low, high = _ends([(part.low, part.high) for part in (self.earlier, self.later)])
-        some = torch.stack(self._held_out) if self._held_out else moment.new_empty(0, len(moment))
-        held_out = HeldOut(some, self.earlier.low, self.earlier.high)
+        held_out = HeldOut(self._held_out, self.earlier.low, self.earlier.high)
         return InputStatistics(moment, self.sum_abs / tokens, low, high, tokens, held_out)
 
 

@@ -158,8 +158,9 @@ def _decides(
     recipe: Recipe, checksums: Mapping[str, str], text_digest: str, device: torch.device
 ) -> dict[str, object]:
     """All that decides the bytes that come out. GPUs and CPUs sum up in orders of their own."""
+    of_recipe = recipe.model_dump(mode="json")
     return {
-        "recipe": recipe.model_dump(mode="json"),
+        **{f"{part} (of the recipe, or by options)": value for part, value in of_recipe.items()},
         "checkpoint": dict(checksums),
         "calibration text": text_digest,
         "version of qtool or a library": versions(),

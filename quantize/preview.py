@@ -7,6 +7,7 @@ from pathlib import Path
 
 from qtool.calibrate.layers import LayerRunner
 from qtool.calibrate.skeleton import HEAD
+from qtool.calibrate.windows import check_vocabulary, recipe_windows
 from qtool.core.recipe import Recipe
 from qtool.core.schemes import WeightScheme
 from qtool.quantize.auto import in_features, stored_bytes, stored_dtype
@@ -38,6 +39,8 @@ class Preview:
 
     parts: tuple[Part, ...]
     kv_cache: str | None
+    untied_head: bool
+    """Whether the head, which was the embedding table, gets numbers of its own beside it."""
     calibrates: bool
     """Whether anything goes by the calibration text."""
     before: int
@@ -48,8 +51,11 @@ class Preview:
 
 def preview(checkpoint: Path, recipe: Recipe) -> Preview:
     """What `quantize_checkpoint` would do. Raises what that raises before any work."""
-    runner = LayerRunner(open_plain(checkpoint))
+    source = open_plain(checkpoint)
+    runner = LayerRunner(source)
     plan, linears = plan_for(recipe, runner), in_features(runner)
+    windows, _ = recipe_windows(source, recipe.calibration)
+    check_vocabulary(windows, runner.vocab_size, checkpoint)
     quantization = recipe.quantization
     of_auto = candidates(quantization, linears)
     alike: dict[tuple[Sequence[WeightScheme], str, str], list[str]] = defaultdict(list)
@@ -63,13 +69,15 @@ def preview(checkpoint: Path, recipe: Recipe) -> Preview:
         else:
             alike[(), "full precision", ""].append(module)
     parts = tuple(_part(runner, names, *key) for key, names in alike.items())
-    table = runner.checkpoint.num_bytes(runner.head_weight) if runner.tied else 0
-    stays = 0 if {HEAD} & (plan.assigned.keys() | of_auto.keys()) else table
-    before = sum(map(runner.checkpoint.num_bytes, runner.checkpoint))
+    table = source.num_bytes(runner.head_weight) if runner.tied else 0
+    with_head = HEAD in plan.assigned or HEAD in of_auto
+    stays = 0 if with_head else table
+    before = sum(map(source.num_bytes, source))
     rest = before - sum(part.before for part in parts) + table
     return Preview(
         parts=parts,
         kv_cache=None if plan.kv_cache is None else str(plan.kv_cache),
+        untied_head=runner.tied and with_head,
         calibrates=bool(of_auto) or any(map(plan.calibrates, linears)),
         before=before,
         least=rest + sum(part.least for part in parts) - stays,

@@ -76,10 +76,12 @@ def check(
         if model is None:
             typer.echo(f"{reference}: ok")
             continue
+        from qtool.calibrate.text import load_records
         from qtool.quantize.preview import preview  # torch
 
         try:
             found = preview(model, recipe)
+            load_records(recipe.evaluation.dataset)
         except UsageError as error:
             problems.append(f"{reference}: {error}")
             continue
@@ -116,6 +118,8 @@ def _print(found: "Preview", calibration: "Calibration") -> None:
         f"{found.kv_cache or 'KV cache as it is'}; calibrates on {text if found.calibrates else 'nothing'}",
         soft_wrap=True,
     )
+    if found.untied_head:
+        console.print("lm_head gets numbers of its own; the embedding table, which it was, stays as it is")
 
 
 @app.command()

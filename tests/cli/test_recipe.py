@@ -92,10 +92,14 @@ def test_the_documented_recipe_is_valid_and_says_every_key(qtool: Qtool, tmp_pat
 
 def test_check_for_a_model_prints_what_would_become_of_it(qtool: Qtool, tiny: Path, tmp_path: Path) -> None:
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
-    good.write_text(GOOD + "      weights: fp8\n")
-    bad.write_text(GOOD)  # groups of 128, and 96 inputs
-    ended = qtool("recipe", "check", bad, good, "--checkpoint", tiny)
+    windows = "calibration: {num_samples: 2, seq_len: 24}\n"
+    good.write_text(GOOD + "      weights: fp8\n" + windows)
+    bad.write_text(GOOD + windows)  # groups of 128, and 96 inputs
+    lost = tmp_path / "lost.yaml"
+    lost.write_text(good.read_text() + "evaluation: {dataset: lost.txt}\n")
+    ended = qtool("recipe", "check", bad, good, lost, "--checkpoint", tiny)
     assert ended.code == 2
+    assert f"{lost}: lost.txt: cannot be read" in ended.err
     assert f"{bad}: quantization: weights.group_size 128 does not divide in_features 96" in ended.err
     lines = ended.out.splitlines()
     assert lines[0] == f"{good}: ok"

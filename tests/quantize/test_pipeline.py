@@ -343,7 +343,7 @@ def test_a_folder_begun_with_another_recipe_is_refused(tiny: Path, text: Path, t
     with pytest.raises(KeyboardInterrupt):
         quantize_checkpoint(tiny, recipe_of(text, "gptq"), tmp_path / "out", progress=stop_later)
     with pytest.raises(
-        UsageError, match=r"out\.partial: was begun with another recipe; give .* remove the folder"
+        UsageError, match=r"out\.partial: was begun with another quantization .* remove the folder"
     ):
         quantize_checkpoint(tiny, recipe_of(text, "awq"), tmp_path / "out")
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from qtool.core.checkpoint import Checkpoint
-from qtool.core.recipe import Recipe
+from qtool.core.recipe import Recipe, override
 from qtool.errors import UsageError
 from qtool.quantize.pipeline import quantize_checkpoint
 from qtool.quantize.preview import preview
@@ -51,6 +51,7 @@ def test_the_size_foretold_is_that_of_the_checkpoint(
     assert found.before == size_of(tiny)
     assert (found.least, found.most) == (size_of(tmp_path / "out"),) * 2
     assert found.calibrates == ("static" in kind)
+    assert found.untied_head == ("lm_head" not in keep)
 
 
 def test_linears_that_become_alike_are_told_together(tiny: Path, tmp_path: Path) -> None:
@@ -84,6 +85,15 @@ def test_what_does_not_fit_the_model_is_refused(tiny: Path, tmp_path: Path) -> N
     rule = {"targets": ["*.mlp.*"], "weights": {"group_size": 128}, "method": "rtn"}
     with pytest.raises(UsageError, match="does not divide in_features 96"):
         preview(tiny, recipe_of(tmp_path, rules=[rule]))
+    fitting = recipe_of(tmp_path, rules=[rule | {"weights": {"group_size": 32}}])
+    for calibration, problem in (
+        ({"seq_len": 1000}, "beyond the model's 256 positions"),
+        ({"num_samples": 1000}, "wanted 1000; use fewer or shorter windows"),
+        ({"dataset": str(tmp_path / "lost.txt")}, "lost.txt: cannot be read"),
+    ):
+        asked = override(fitting, calibration=override(fitting.calibration, **calibration))
+        with pytest.raises(UsageError, match=problem):
+            preview(tiny, asked)
     auto = {"targets": ["*"], "budget": {"bytes": 1000}, "candidates": [{"group_size": 32}, "fp8"]}
     with pytest.raises(UsageError, match="bytes 1000 are fewer than"):
         preview(tiny, recipe_of(tmp_path, auto=auto, keep=KEEP))
