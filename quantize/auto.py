@@ -142,8 +142,13 @@ def stored_bytes(scheme: WeightScheme, out_features: int, in_features: int, dtyp
 
 def stored_dtype(runner: LayerRunner, module: str) -> torch.dtype:
     """The dtype in which a linear's weight is stored, and its scales will be."""
-    name = runner.head_weight if module == HEAD else f"{module}.weight"
+    name = stored_weight(runner, module)
     return {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}[runner.checkpoint.dtype(name)]
+
+
+def stored_weight(runner: LayerRunner, module: str) -> str:
+    """The stored tensor that holds a linear's weight."""
+    return runner.head_weight if module == HEAD else f"{module}.weight"
 
 
 def _bits(size: int, count: int) -> float:
